@@ -1,0 +1,104 @@
+"""The load of one cell by vLLM's own benchmark client: its arguments (pure), and its process, which never outlives the lab.
+
+Endpoint: OpenAI chat, so the server applies the chat template to every prompt, exactly once: prompts of files go through the client's
+`custom` dataset with `--skip-chat-template`, because it would otherwise apply the template itself before the server does it again. Files
+of Spec-Bench's form go the same way, not through the client's `spec_bench` dataset, which in vLLM 0.32 neither passes that flag nor the
+seed on (read in its source).
+
+Counting: for chat the client takes the output tokens of a request from the usage record, and TPOT is (time after the first token) /
+(tokens - 1), so both are right when a chunk carries several tokens. Its ITL is the time between *chunks*, and its "peak output token
+throughput" counts chunks: under speculation neither is what its name says, and the lab shows neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lab.bench.sweep import Cell
+from lab.bench.workload import client_lengths
+from lab.errors import LabError
+from lab.serving import guard, log
+from lab.serving.endpoint import Endpoint
+from lab.serving.process import launcher
+
+MODULE = ("-m", "lab.bench.vllm_client")
+#: Percentiles in the client's file; 99 is InferenceX's.
+PERCENTILES = "90,95,99"
+GRACE = 1.0  # seconds between SIGTERM and SIGKILL
+
+
+def program() -> tuple[str, ...]:
+    """How to start the client here: the `vllm` command where it works, else its module."""
+    found = launcher()
+    return (found[0], "bench", "serve") if found[-1] == "serve" else (sys.executable, *MODULE, "serve")
+
+
+def arguments(cell: Cell, endpoint: Endpoint, *, tokenizer: str, result: Path, prompts: Path | None, template: int = 0) -> list[str]:
+    """The client's arguments for `cell` on `endpoint`; it saves its file as `result`.
+
+    `tokenizer` is the target's folder or hub name. `prompts` is a file of the client's own form, for a workload from files. `template` is
+    how many tokens the chat template adds to a random prompt: it counts as part of ISL, as published.
+    """
+    workload = cell.workload
+    words = ["--backend", "openai-chat", "--base-url", endpoint.url, "--endpoint", "/v1/chat/completions"]
+    words += ["--model", endpoint.model, "--tokenizer", tokenizer]
+    if ("--trust-remote-code", None) in cell.lane.recipe.flags:
+        words.append("--trust-remote-code")
+    if workload.isl is not None:
+        isl, isl_ratio = client_lengths(workload.isl - template, cell.low)
+        osl, osl_ratio = client_lengths(workload.osl, cell.low)
+        words += ["--dataset-name", "random", "--random-input-len", str(isl), "--random-output-len", str(osl)]
+        words += ["--random-range-ratio", json.dumps({"input": round(isl_ratio, 9), "output": round(osl_ratio, 9)})]
+    else:
+        if prompts is None:
+            raise ValueError("a workload from files needs its file")
+        words += ["--dataset-name", "custom", "--dataset-path", str(prompts), "--custom-output-len", str(workload.osl)]
+        words.append("--skip-chat-template")
+    if workload.ignore_eos:
+        words.append("--ignore-eos")
+    words += ["--num-prompts", str(cell.prompts), "--num-warmups", str(cell.warm_ups), "--max-concurrency", str(cell.concurrency)]
+    words += ["--request-rate", "inf", "--seed", str(cell.seed), "--temperature", f"{cell.temperature:g}", "--disable-tqdm"]
+    words += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", PERCENTILES, "--ready-check-timeout-sec", "0"]
+    words += ["--save-result", "--save-detailed", "--result-dir", str(result.parent), "--result-filename", result.name]
+    return words
+
+
+def environment(endpoint: Endpoint, tokenizer: str, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The client's environment: one thread, no plugin, nothing from the hub for a local tokenizer, and no proxy to the server."""
+    found = dict(os.environ if base is None else base)
+    found |= {"VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if Path(tokenizer).is_dir():
+        found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    host = urlsplit(endpoint.url).hostname or ""
+    for name in ("NO_PROXY", "no_proxy"):
+        found[name] = ",".join(part for part in (found.get(name), host) if part)
+    if endpoint.ca:
+        found["SSL_CERT_FILE"] = endpoint.ca
+    if endpoint.api_key:
+        found["OPENAI_API_KEY"] = endpoint.api_key
+    return found
+
+
+async def run(argv: Sequence[str], environ: Mapping[str, str], output: Path, *, what: str = "vLLM's benchmark client") -> None:
+    """Run `argv` behind a guard with its output in `output`; raises `LabError` when it fails. Cancelling ends it and its children."""
+    command = [sys.executable, "-I", "-S", guard.__file__, str(GRACE), "-", "--", *argv]
+    with output.open("wb") as handle:
+        child = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=handle, stderr=handle, env=dict(environ), start_new_session=True
+        )
+        try:
+            code = await child.wait()
+        finally:
+            if child.returncode is None:
+                assert child.stdin is not None
+                child.stdin.close()
+                await asyncio.shield(child.wait())
+    if code:
+        tail = "\n".join([log.cause(output), *log.tail(output, 8)]).strip()
+        raise LabError(f"{what} failed (exit code {code}).", why=tail, todo=f"Its output is {output.name}.")

@@ -1,0 +1,55 @@
+"""Duels that were measured before: reading a report's file, and the ones that the lab ships in `assets/measured`.
+
+A shipped report is shown with its name and provenance, never as if it had been measured here.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from lab.bench.duel import REPORT
+from lab.bench.result import VERSION
+from lab.env import assets
+from lab.errors import LabError
+
+#: The duel with a control draft that was trained on the last level alone; it is not there until somebody has trained one.
+CONTROL = "duel-last-level-only.json"
+NO_CONTROL = (
+    "Not measured yet: a control draft trained on the last level alone, which would say what the other levels are worth. It takes a GPU:"
+    " eagle3-lab train draft --level last --output DRAFT, then eagle3-lab duel bf16 DRAFT."
+)
+
+
+def load(path: Path | Traversable) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A report and its provenance from a file, or the `LabError` that says what is wrong with it."""
+    todo = "Choose a result of: eagle3-lab duel"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LabError(f"{path.name} cannot be read.", why=f"{error.strerror or error}.", todo=todo) from error
+    except ValueError as error:
+        raise LabError(f"{path.name} is no duel's result.", why=f"It is not JSON ({error}).", todo=todo) from error
+    if not isinstance(found, dict) or found.get("format") != f"eagle3-lab-{REPORT}":
+        raise LabError(f"{path.name} is no duel's result.", why=f'It does not say "format": "eagle3-lab-{REPORT}".', todo=todo)
+    if found.get("version") != VERSION:
+        raise LabError(f"{path.name} has version {found.get('version')}, and this lab reads {VERSION}.", todo="Update the lab.")
+    return found, found.get("provenance") or {}
+
+
+def shipped() -> dict[str, Traversable]:
+    """Duels that the lab ships, by the name that people see."""
+    folder = assets() / "measured"
+    if not folder.is_dir():
+        return {}
+    files = sorted(
+        (path for path in folder.iterdir() if path.name.startswith("duel-") and path.name.endswith(".json")), key=lambda path: path.name
+    )
+    return {f"Measured: {path.name.removeprefix('duel-').removesuffix('.json').replace('-', ' ')}": path for path in files}
+
+
+def control() -> str:
+    """A sentence about the control draft: that it is not measured yet, or "" where its duel is shipped."""
+    return "" if (assets() / "measured" / CONTROL).is_file() else NO_CONTROL

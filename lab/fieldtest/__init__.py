@@ -1,0 +1,1 @@
+"""Everything on the real machine, into one archive: `eagle3-lab fieldtest RECIPE`."""

@@ -1,0 +1,38 @@
+"""`eagle3-lab quantize`: a function for the command line to mount. A `LabError` is the caller's to show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lab import provenance
+from lab.quant.draft import read_json
+from lab.quant.kv import MI355X, kv_gain, this_machine
+from lab.quant.report import table
+from lab.quant.run import SCHEME, quantize_draft
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def quantize(
+    draft_dir: Annotated[Path, typer.Argument(help="Folder of an Eagle3 draft in BF16.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; must not exist.", show_default=False)],
+    scheme: Annotated[str, typer.Option(help="Quark's quantisation scheme.")] = SCHEME,
+    target: Annotated[Path | None, typer.Option(help="Target folder: also say how many KV-cache tokens the saved memory buys.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--json", help="Also write the report here.")] = None,
+) -> None:
+    """Quantise an Eagle3 draft to FP8 with AMD Quark; fc and lm_head keep their precision."""
+    config = read_json(target / "config.json") if target else None
+    report = quantize_draft(draft_dir, output, lambda text: typer.echo(f"  {text}", err=True), scheme=scheme)
+    typer.echo(table(report))
+    if config is not None:
+        own = read_json(output / "config.json")
+        for machine in (this_machine(), MI355X):
+            gain = kv_gain(report.saved, config, machine, draft=own)
+            typer.echo(f"KV cache on {machine.name}: {gain.tokens} tokens more, {gain.share:.4%} of its memory ({gain.formula}).")
+    if report_file:
+        provenance.write_text(report_file, report.json() + "\n")
+    typer.echo(f"Written to {output}.")

