@@ -1,0 +1,86 @@
+"""The model card and `eagle3-lab train`: what is written is what the files say, and nothing half made stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from lab.env import assets
+from lab.errors import LabError
+from lab.train import card, cli
+from lab.train.draft import Draft
+from lab.train.target import LlamaShape
+
+SHIPPED = Path(str(assets() / "drafts" / "smollm2-135m-eagle3"))
+
+
+def test_the_shipped_card_is_made_from_the_files_beside_it(tmp_path: Path) -> None:
+    copy = tmp_path / "draft"
+    shutil.copytree(SHIPPED, copy)
+    card.write_card(copy, (SHIPPED / "README.md").read_text().splitlines()[0].removeprefix("# "))
+    for name in ("README.md", "training.svg"):
+        assert (copy / name).read_text() == (SHIPPED / name).read_text()
+    result = json.loads((SHIPPED / "acceptance.json").read_text())
+    assert f"{result['overall']['mean_acceptance_length']['value']:.2f}" in (copy / "README.md").read_text()
+
+
+def test_the_shipped_mla_card_is_made_from_the_recipe_beside_it(tmp_path: Path) -> None:
+    folder = Path(str(assets() / "mla"))
+    shutil.copytree(folder, tmp_path / "mla")
+    (recipe,) = (tmp_path / "mla").glob("*.safetensors")
+    assert recipe.stat().st_size <= 12_000_000
+    (tmp_path / "mla" / "README.md").unlink()
+    assert card.write_mla_card(recipe).read_text() == (folder / "README.md").read_text()
+
+
+def test_the_shipped_draft_is_small_enough_and_measured_as_it_is() -> None:
+    import hashlib
+
+    weights = SHIPPED / "model.safetensors"
+    assert weights.stat().st_size <= 22_000_000
+    measured = json.loads((SHIPPED / "acceptance.json").read_text())["provenance"]["weights"]["bf16"]["sha256"]["model.safetensors"]
+    assert hashlib.sha256(weights.read_bytes()).hexdigest() == measured
+
+
+def test_curves_hold_every_series_and_point() -> None:
+    log = [{"step": n, "tokens": n * 1000, "loss": [3.0 - n / 9, 3.5], "a&b": {"length_k3": 2.0 + n / 9}} for n in range(1, 4)]
+    drawn = ElementTree.fromstring(card.curves(log))
+    lines = [line for line in drawn.iter() if line.tag.endswith("polyline")]
+    assert [len(line.attrib["points"].split()) for line in lines] == [3, 3, 3]
+    assert "a&b" in [text.text for text in drawn.iter() if text.tag.endswith("text")]
+    # A falling loss is drawn falling: SVG's y grows downwards.
+    heights = [float(point.split(",")[1]) for point in lines[0].attrib["points"].split()]
+    assert heights == sorted(heights)
+
+
+def test_a_resumed_log_keeps_the_later_record(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 2, "loss": [1]}\n{"step": 1, "loss": [2]}\n{"step": 2, "loss": [3]}\n')
+    assert [record["loss"] for record in card.read_log(path)] == [[2], [3]]
+    path.write_text('{"step"')
+    with pytest.raises(LabError, match="cannot be read"):
+        card.read_log(path)
+
+
+def test_the_whole_command_on_a_tiny_target(tiny_target: Path, tmp_path: Path) -> None:
+    output = tmp_path / "draft"
+    cli.everything(output, tiny_target, tmp_path / "work", "cpu", tiny=True)
+    assert {"README.md", "config.json", "log.jsonl", "model.safetensors", "provenance.json", "training.svg"} == {
+        path.name for path in output.iterdir()
+    }
+    Draft.load(output, LlamaShape.read(tiny_target))
+    made = json.loads((output / "provenance.json").read_text())
+    assert made["plan"]["steps"] == 6
+    assert f"of {made['corpus_tokens'] / 1e6:,.0f} million in the corpus" in (output / "README.md").read_text()
+    with pytest.raises(LabError, match="exists already"):
+        cli.everything(output, tiny_target, tmp_path / "work", "cpu", tiny=True)
+
+
+def test_no_target_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="no target checkpoint"):
+        cli.corpus(tmp_path, tmp_path / "work", "cpu", tiny=True)
+    assert not (tmp_path / "work").exists()

@@ -1,0 +1,142 @@
+"""The conversion to MLA: exact where it is exact, transformers' DeepSeek-V3 as the reference, and a planted fault that shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from lab.errors import LabError
+from lab.train import deepseek, mla
+from lab.train.target import Target, rms_norm, rotate
+
+
+@pytest.fixture(scope="module")
+def target(grouped_target: Path) -> Target:
+    return Target.load(grouped_target, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ids(target: Target) -> torch.Tensor:
+    return torch.randint(3, target.shape.vocab, (4, 64), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def layers(target: Target, ids: torch.Tensor) -> list[mla.LayerRecipe]:
+    return mla.calibrate(target, ids, lambda _line: None)
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["as it is", "conjugate forgotten"])
+def test_with_everything_turned_scores_are_the_originals(
+    target: Target, ids: torch.Tensor, layers: list[mla.LayerRecipe], fault: bool
+) -> None:
+    """The split into a rotary and a latent part loses nothing: with the latent part turned too, and no norm, scores are the same."""
+    shape, layer, length, size = target.shape, target.layers[0], ids.shape[1], target.shape.head_dim
+    still = torch.zeros_like(layers[0].gamma_NF2)
+    still[..., 0] = 1
+    weights = mla.convert(shape, layer, dataclasses.replace(layers[0], gamma_NF2=still))
+    x = rms_norm(F.embedding(ids[0], target.embed_VH), layer.norm_attn, shape.eps)
+    cos, sin = target.cos[:length], target.sin[:length]
+    query, key, _ = mla.split(shape, layer.qkv)
+    repeated = key.repeat_interleave(shape.heads // shape.kv_heads, 0)
+    asked, offered = (rotate(torch.einsum("ndh,th->ntd", rows, x), cos, sin) for rows in (query, repeated))
+    wanted = asked @ offered.transpose(1, 2) * size**-0.5
+
+    def turned(rows: torch.Tensor) -> torch.Tensor:
+        return mla.rotate_interleaved(rows, cos, sin)
+
+    queries = F.linear(x, weights.q_proj).unflatten(-1, (shape.heads, -1)).transpose(0, 1)
+    latent, rotary = F.linear(x, weights.kv_a_proj_with_mqa).split((mla.LATENT, size), -1)
+    keys = F.linear(latent, weights.kv_b_proj).unflatten(-1, (shape.heads, -1))[..., :size].transpose(0, 1)
+    if fault:
+        queries[..., size + 1 :: 2] *= -1
+    parts = turned(queries[..., :size]) @ turned(keys).transpose(1, 2), turned(queries[..., size:]) @ turned(rotary).T
+    found = sum(parts) * (2 * size) ** -0.5
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4) is not fault
+
+
+def test_values_come_back_through_the_latent(target: Target, ids: torch.Tensor, layers: list[mla.LayerRecipe]) -> None:
+    """Without the norm, the latent gives every head its group's value; the norm divides all of a token by one number, 1 on average."""
+    shape, layer, made = target.shape, target.layers[1], layers[1]
+    weights = mla.convert(shape, layer, made)
+    x = F.embedding(ids, target.embed_VH)
+    for before in target.layers[:1]:
+        x = target.layer_forward(x, before)
+    x = rms_norm(x, layer.norm_attn, shape.eps)
+    latent = F.linear(x, weights.kv_a_proj_with_mqa)[..., : mla.LATENT]
+    _, _, value = mla.split(shape, layer.qkv)
+    group = torch.arange(shape.heads) // (shape.heads // shape.kv_heads)
+    wanted = F.linear(x, value).unflatten(-1, (shape.kv_heads, -1))[..., group, :]
+
+    def values(of: torch.Tensor) -> torch.Tensor:
+        return F.linear(of, weights.kv_b_proj).unflatten(-1, (shape.heads, -1))[..., shape.head_dim :]
+
+    torch.testing.assert_close(values(latent), wanted, rtol=1e-4, atol=1e-5)
+    normed = values(rms_norm(latent, weights.kv_a_layernorm, shape.eps))
+    steadiness = latent.pow(2).mean(-1).sqrt() / made.rms
+    torch.testing.assert_close(normed * steadiness[..., None, None], wanted, rtol=1e-3, atol=1e-4)
+    assert steadiness.mean() == pytest.approx(1, abs=0.05)
+
+
+def test_the_checkpoint_is_the_model_that_was_measured(
+    grouped_target: Path, target: Target, ids: torch.Tensor, layers: list[mla.LayerRecipe], tmp_path: Path
+) -> None:
+    """transformers' DeepSeek-V3 over the written checkpoint gives the logits of the plain PyTorch form."""
+    from transformers import AutoModelForCausalLM
+
+    tensors = deepseek.checkpoint(load_file(grouped_target / "model.safetensors"), target.shape, target.layers, layers)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(deepseek.config(json.loads((grouped_target / "config.json").read_text()))))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    converted = mla.MlaTarget(target, layers)
+    for key, weights in converted.mla.items():  # the checkpoint's are BF16, so compare with weights rounded alike
+        named = {name: getattr(weights, name).to(torch.bfloat16).float() for name in mla.MlaWeights.__dataclass_fields__}
+        converted.mla[key] = mla.MlaWeights(**named)
+    with torch.no_grad():
+        expected = reference(ids).logits
+        found = converted.logits(converted.features(ids, (0,))[1])
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert tensors["lm_head.weight"].abs().sum() > 0
+
+
+def test_zero_heads_change_nothing(grouped_target: Path, layers: list[mla.LayerRecipe], ids: torch.Tensor, tmp_path: Path) -> None:
+    """The script's optional fourth argument: transformers' DeepSeek-V3 gives the same logits with 16 heads as with the model's 4."""
+    from transformers import AutoModelForCausalLM
+
+    from lab.checkpoints.mla import convert
+
+    mla.save(tmp_path / "r.safetensors", layers, {})
+    logits = []
+    for name, heads in (("own", None), ("wider", 16)):
+        (tmp_path / name).mkdir()
+        convert(grouped_target, tmp_path / "r.safetensors", tmp_path / name, heads)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        assert model.config.num_attention_heads == (heads or 4)
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(LabError, match="4 heads, more than 2"):
+        convert(grouped_target, tmp_path / "r.safetensors", tmp_path / "own", 2)
+
+
+def test_a_model_is_like_itself(target: Target, ids: torch.Tensor) -> None:
+    same = mla.measure(target, target, ids)
+    assert same["kl_nats"] == pytest.approx(0, abs=1e-6)
+    assert same["top1_agreement"] == 1
+    assert same["loss_original"] == same["loss_converted"]
+
+
+def test_recipes_are_read_as_written(layers: list[mla.LayerRecipe], tmp_path: Path) -> None:
+    mla.save(tmp_path / "r.safetensors", layers, {"a": "b"})
+    for written, read in zip(layers, mla.load(tmp_path / "r.safetensors"), strict=True):
+        for name in mla.FIELDS:
+            np.testing.assert_array_equal(getattr(written, name).numpy(), getattr(read, name).numpy())
+    save_file({"something": torch.zeros(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(LabError, match="no conversion recipe"):
+        mla.load(tmp_path / "other.safetensors")

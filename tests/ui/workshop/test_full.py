@@ -1,0 +1,180 @@
+"""A room that is being served: many clients by the load driver, and real pages of a presenter and two attendees."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lab import recipes
+from lab.ui.workshop.scenario import scenarios
+
+from ..conftest import sync_api
+from .echo import Echo
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Serve a workshop over the small engine."""
+    from lab.ui.workshop.tab import serve
+
+    monkeypatch.setenv("EAGLE3_LAB_CACHE", str(tmp_path / "cache"))
+    rooms = []
+
+    def start(engine: Any, **changes: Any) -> Any:
+        rooms.append(serve(engine.recipe, engine, scenarios(), port=21960, folder=tmp_path / "traces", **changes))
+        return rooms[-1]
+
+    yield start
+    for room in rooms:
+        room.close()
+
+
+@pytest.fixture
+def driver() -> Iterator[ModuleType]:
+    """`scripts/room.py`."""
+    spec = importlib.util.spec_from_file_location("room_driver", ROOT / "scripts" / "room.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["room_driver"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["room_driver"]
+
+
+def engine(**changes: Any) -> Echo:
+    return Echo(recipes.get("smollm2"), **{"pace": 0.01, **changes})
+
+
+@pytest.mark.slow
+def test_a_room_of_twelve(opened: Callable[..., Any], driver: ModuleType) -> None:
+    room = opened(engine(), at_once=1)  # so that somebody has to wait, however fast the machine is
+    summary = asyncio.run(driver.drive(room.url, room.presenter, clients=12, seconds=12, think=0.5, every=2, echo=True))
+    assert summary["errors"] == []
+    assert summary["wrong_session"] == []
+    assert summary["answers"] > 0
+    assert summary["push_s"]["pushes"] >= 1
+    assert summary["push_s"]["missed"] == []
+    assert summary["place_in_line"]["worst"] > 1, "nobody ever stood in line: this measured nothing"
+
+
+@pytest.mark.slow
+def test_the_driver_sees_a_trace_in_the_wrong_session(opened: Callable[..., Any], driver: ModuleType) -> None:
+    room = opened(engine())
+    view = room.room.view
+    room.room.view = lambda seat, **known: view(next(iter(room.room.seats.values()), seat) if seat.number > 0 else seat, **known)
+    summary = asyncio.run(driver.drive(room.url, room.presenter, clients=3, seconds=5, think=0.2, echo=True))
+    assert summary["wrong_session"]
+    assert not summary["bars"]["no trace in the wrong session"]
+
+
+@pytest.mark.browser
+def test_a_presenter_and_two_attendees(opened: Callable[..., Any], browser: Any) -> None:
+    fake = engine()
+    room = opened(fake)
+    faults: list[str] = []
+    contexts = []
+
+    def visit(url: str, width: int = 390, height: int = 844) -> Any:
+        contexts.append(browser.new_context(viewport={"width": width, "height": height}))
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: faults.append(f"page error: {error}"))
+        page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))
+        page.on("console", lambda message: message.type == "error" and faults.append(f"console: {message.text} {message.location}"))
+        page.on("request", lambda request: "//127.0.0.1" not in request.url[:20] and faults.append(f"outside: {request.url[:80]}"))
+        page.goto(url)
+        return page
+
+    expect = sync_api.expect
+    presenter = visit(room.presenter, 1280, 720)
+    presenter.locator("#e3-steps .e3-steps-root").wait_for(timeout=60_000)
+    assert room.door.token not in presenter.url, "the secret does not stay in the address bar"
+    names = presenter.get_by_role("tab").all_inner_texts()
+    presenter.get_by_role("tab", name="Workshop").click()
+    expect(presenter.locator(".e3-desk-verdict")).to_have_text("Ready: every lane answered.", timeout=30_000)
+    assert presenter.get_by_role("tab").all_inner_texts() == names
+    assert presenter.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]") == [720, 1280]
+    assert presenter.locator(".e3-desk-qr svg path").get_attribute("d") == room.desk.join["qr"]["path"]
+
+    first, second, screen = visit(room.url), visit(f"{room.url}?scenario=first-look&scene=2"), visit(f"{room.url}stage", 1280, 720)
+    expect(screen.locator(".e3-join-url")).to_have_text(room.url)
+    expect(second.locator("#prompt")).to_have_value(scenarios()["first-look"].scenes[1].prompt)
+    # the attendee's page has no control over the engine, and its browser cannot use the presenter's routes
+    assert first.locator("select, input[type=number], input[type=radio]").count() == 0
+    assert first.evaluate("fetch('present/room/act', {method: 'POST', body: '{\"act\": \"restart\"}'}).then(r => r.status)") == 403
+    faults[:] = [fault for fault in faults if "403" not in fault]
+
+    # an attendee's own prompt and trace, which is text whatever it says
+    evil = "<img src=x onerror=alert(1)>${alert(2)}\u202e"
+    first.locator("#prompt").fill(evil)
+    first.get_by_role("button", name="Run").click()
+    expect(first.locator("#said")).to_contain_text("Done:", timeout=20_000)
+    expect(first.locator("#mine .e3-list .e3-chip").first).to_be_visible()
+    assert first.locator("main img, main script").count() == 0
+    assert "[U+202E]" in first.locator("#asked").inner_text()
+    expect(second.locator("#mine .e3-list .e3-chip")).to_have_count(0)
+    first.reload()
+    expect(first.locator("#mine .e3-list .e3-chip").first).to_be_visible(timeout=10_000)
+    expect(first.locator("#seat")).to_have_text("Seat 1")
+
+    # offered, looked at, shown
+    first.get_by_role("button", name="Offer to the room").click()
+    presenter.get_by_role("button", name="Look").click()
+    expect(presenter.locator(".e3-desk-offer")).to_contain_text("onerror=alert(1)")
+    presenter.get_by_role("button", name="Show to all").click()
+    for page in (first, second, screen):
+        expect(page.locator("#stage .e3-stage-prompt")).to_contain_text("<img src=x", timeout=5_000)
+        assert page.locator("#stage img").count() == 0
+
+    # a run for all, then one step of it, chosen in the microscope
+    presenter.get_by_role("button", name="Run the prompt for all").click()
+    # the trace shown before is done, too: the new one is on the stage once its prompt is
+    expect(second.locator("#stage .e3-stage-prompt")).not_to_contain_text("<img src=x", timeout=20_000)
+    expect(second.locator('#stage .e3-steps-root[data-state="done"]')).to_be_visible(timeout=20_000)
+    assert second.locator("#stage .e3-row").count() == len(fake.requests[-1].steps)
+
+    # a step is frozen, guessed about, revealed
+    presenter.get_by_label("Scenario", exact=True).select_option("first-look")
+    presenter.get_by_role("button", name="Your turn: accept or reject?").click()
+    for page, name in ((first, "Accept"), (second, "Reject")):
+        page.locator(f".e3-vote-{name.lower()}").click(timeout=20_000)
+        expect(page.locator(f".e3-vote-{name.lower()}")).to_have_attribute("aria-pressed", "true")
+    expect(presenter.locator(".e3-desk-tally")).to_contain_text("Accept 1 · Reject 1")
+    assert screen.locator("#stage [data-mark]").count() == 0
+    presenter.get_by_role("button", name="Reveal").click()
+    game = room.room.stage.game
+    for page, accept in ((first, True), (second, False)):
+        expect(page.locator(".e3-verdict-mine")).to_have_text(" You were right." if accept == game.truth else " You guessed otherwise.")
+    expect(screen.locator(".e3-tally-true")).to_contain_text("Accept" if game.truth else "Reject")
+
+    # the presenter's reload keeps the role; the microscope's selection is what Push is about
+    presenter.reload()
+    presenter.locator("#e3-steps .e3-steps-root").wait_for(timeout=60_000)
+    presenter.get_by_role("button", name="Run", exact=True).click()
+    expect(presenter.locator("#e3-steps .e3-steps-root")).to_have_attribute("data-state", "done", timeout=20_000)
+    presenter.locator('#e3-steps .e3-row[data-step="4"] .e3-chip').first.click()
+    presenter.get_by_role("tab", name="Workshop").click()
+    expect(presenter.locator(".e3-desk-selection")).to_contain_text("step 4, token 1")
+    presenter.get_by_role("button", name="Push the step").click()
+    expect(second.locator("#stage .e3-focus-row")).to_have_attribute("data-step", "4", timeout=5_000)
+
+    # the engine dies: a recording plays, and says so on every page
+    fake.ready.clear()
+    room.room.fall_back(room.room.lane)
+    for page in (first, screen):
+        expect(page.locator(".e3-badge")).to_contain_text("Recording of Eagle3 BF16", timeout=5_000)
+        expect(page.locator("#engine")).to_have_attribute("data-health", "down")
+    sizes = first.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert sizes[0] <= sizes[1]
+    for context in contexts:
+        context.close()
+    assert faults == []
