@@ -6,8 +6,9 @@
     parts/          with --parts MIB: the same as one archive in pieces of that size, for a way that takes no large files
 
 FREEZE.txt is `python -m pip freeze` (or a list of names) of the other machine: what is in it stays there, whatever version it has, so have
-a look at the versions that the engine pins (`torch`). `--without NAME` leaves out a package, `--drop PATTERN` files inside the engine's
-wheel. What text models with an Eagle3 draft on one GPU never import is left out already (`UNUSED`); `--all` takes it along.
+a look at the versions that the engine pins (`torch`). `--without NAME` leaves out a package, `--also NAME` takes another along with what
+it needs (`amd-quark`, to make an FP8 draft there), `--drop PATTERN` leaves out files inside the engine's wheel. What text models with an
+Eagle3 draft on one GPU never import is left out already (`UNUSED`); `--all` takes it along.
 
 Wheels are chosen for the Python and processor given, not for this machine's. The lab is built with the environment of `make lab`.
 Limits: x86-64 Linux with glibc 2.35 or newer; the GPU's driver has to fit the engine's CUDA.
@@ -159,8 +160,8 @@ def collect(options: argparse.Namespace) -> None:
     wheels.mkdir(parents=True, exist_ok=True)
     there = names(options.have.read_text(encoding="utf-8")) if options.have else set()
     left = set() if options.all else set(UNUSED)
-    left |= {normal(one) for one in options.without}
-    found = resolve([options.engine, *LAB], options.python)
+    left = (left - names("\n".join(options.also))) | {normal(one) for one in options.without}
+    found = resolve([options.engine, *LAB, *options.also], options.python)
     lines = [f"{name}=={version}" for name, version in sorted(found.items()) if name not in there | left]
     print(f"  {len(found)} packages are needed, {len(found.keys() & there)} are there, {len(found.keys() & left - there)} are left out")
     for path in wheels.glob("*.whl"):
@@ -195,6 +196,7 @@ def main() -> int:
     parser.add_argument("--python", default="3.12", help="the other machine's Python (default: %(default)s)")
     parser.add_argument("--have", type=Path, help="what is there already: its `pip freeze`, or a list of names")
     parser.add_argument("--without", action="append", default=[], help="a package to leave out (repeatable)")
+    parser.add_argument("--also", action="append", default=[], help="a package to take along, too (repeatable)")
     parser.add_argument("--drop", action="append", default=[], help="files to leave out of the engine's wheel, as a pattern (repeatable)")
     parser.add_argument("--all", action="store_true", help="also what text models on one GPU never import")
     parser.add_argument("--parts", type=int, default=0, metavar="MIB", help="also as parts of at most so many MiB")

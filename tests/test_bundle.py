@@ -72,7 +72,7 @@ def install(folder: Path, target: Path, **more: str) -> subprocess.CompletedProc
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "EAGLE3_LAB", "PYTHON"))}
     environment |= {"PYTHON": sys.executable, "EAGLE3_LAB_CACHE": str(target.parent / "cache"), "PIP_NO_INDEX": "1", **more}
     command = ["sh", str(folder / "install.sh"), str(target)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_it_installs_from_itself_alone(made: Path, tmp_path: Path) -> None:
         result = install(made, target)
         assert result.returncode == 0, result.stdout + result.stderr
     code = "import one_thing, eagle3_lab; print(one_thing.value)"
-    ran = subprocess.run([str(target / "bin" / "python"), "-c", code], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([str(target / "bin" / "python"), "-c", code], capture_output=True, text=True, timeout=300)
     assert ran.stdout == "7\n", ran.stderr
     assert (tmp_path / "cache" / "checkpoints" / "some-model" / "config.json").is_file()
     assert "workshop --check" in result.stdout

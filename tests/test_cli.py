@@ -222,8 +222,8 @@ cli.main()
         engine = Path("/proc") / log.read_text().rsplit("pid ", 1)[1].split()[0]
         assert engine.exists()
         serving.send_signal(number)
-        assert serving.wait(10) == code
-    deadline = time.monotonic() + 8
+        assert serving.wait(60) == code
+    deadline = time.monotonic() + 60
     while engine.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not engine.exists()

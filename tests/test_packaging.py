@@ -120,7 +120,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout, built without network or isolation."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     (path,) = folder.glob("*.whl")
     return path
@@ -156,7 +156,7 @@ def light(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     The dependencies are links to those of this environment: no network, no minutes, and yet an import of anything else fails.
     """
     folder = tmp_path_factory.mktemp("light")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=600)
     site = next(folder.glob("lib/python*/site-packages"))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -172,7 +172,7 @@ def light(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "EAGLE3_LAB"))}
-    return subprocess.run([str(python), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run([str(python), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow

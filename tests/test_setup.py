@@ -116,7 +116,7 @@ def fake_python(folder: Path, body: str) -> None:
 
 def find(path: str, **more: str) -> subprocess.CompletedProcess[str]:
     command = ["/bin/sh", str(SCRIPTS / "python.sh"), "-c", "print('ran')"]
-    return subprocess.run(command, env={"PATH": path, **more}, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, env={"PATH": path, **more}, capture_output=True, text=True, timeout=300)
 
 
 def test_no_python_at_all(tmp_path: Path) -> None:

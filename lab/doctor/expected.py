@@ -15,6 +15,7 @@ _PAIR = {
 EXPECTED: dict[str, dict[str, str]] = {
     "smollm2": {},
     "smollm2-gpu": _PAIR,
+    "smollm2-mla-gpu": _PAIR,
     "smollm2-mla": {},
     "kimi-k2.5": {
         **_OPEN,

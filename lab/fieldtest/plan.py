@@ -162,7 +162,8 @@ def stages(settings: Settings, table: Published | None = None) -> list[Stage]:
         return Stage(f"answers-{draft}", title, "answers", (lane,), seconds, (f"start-{draft}",))
 
     def sweeps(drafts: Sequence[DraftChoice]) -> list[Stage]:
-        return [_sweep(settings, drafts, load, at, table) for load in (settings.workload, *settings.texts) for at in settings.concurrencies]
+        loads = (settings.workload, *settings.texts)  # side by side, so that a budget that ends early leaves both
+        return [_sweep(settings, drafts, load, at, table) for at in settings.concurrencies for load in loads]
 
     def judged(draft: DraftChoice) -> Stage:
         scoring = len(settings.prompts) * len(settings.verify_at) * (0.2 if settings.recipe.hardware else 2.0)

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from lab.errors import LabError
 from lab.recipes import kimi, minimax, single_gpu
 from lab.recipes.model import Recipe
-from lab.recipes.smollm2 import smollm2, smollm2_gpu, smollm2_mla
+from lab.recipes.smollm2 import smollm2, smollm2_gpu, smollm2_mla, smollm2_mla_gpu
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "smollm2": smollm2,
     "smollm2-gpu": smollm2_gpu,
+    "smollm2-mla-gpu": smollm2_mla_gpu,
     "smollm2-mla": smollm2_mla,
     "kimi-k2.5": kimi.kimi_k25,
     "kimi-k2.5-mi300x": kimi.kimi_k25_mi300x,

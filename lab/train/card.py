@@ -102,6 +102,15 @@ def acceptance_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def earlier(origin: dict[str, Any]) -> str:
+    """A line on the draft that a run went on from, if it did."""
+    if "start" not in origin:
+        return ""
+    before = origin["start"]["provenance"]
+    seen = f", trained on {before['plan']['steps'] * before['plan']['tokens'] / 1e6:,.0f} million tokens" if before else ""
+    return f"It went on from an earlier draft (SHA-256 {origin['start']['sha256'][:16]}…{seen}), with a corpus of its own.\n"
+
+
 def write_card(folder: Path, title: str) -> Path:
     """Write `training.svg` and `README.md` into a draft's `folder` from the files there; returns the card's path."""
     origin = json.loads((folder / "provenance.json").read_text())
@@ -123,7 +132,7 @@ def write_card(folder: Path, title: str) -> Path:
         "## Training",
         f"{last['step']:,} steps of {plan['tokens']:,} tokens: {seen:,.0f} million seen, of {written:,.0f} million in the corpus, in\n"
         f"{last['seconds'] / 60:.1f} minutes on {origin['device']}. Training-time test over {plan['unroll']} steps, seed {plan['seed']}.\n"
-        "The corpus was written by the target itself; no prompt of `assets/prompts` is in it.",
+        f"{earlier(origin)}The corpus was written by the target itself; no prompt of `assets/prompts` is in it.",
         "![Loss and acceptance over training](training.svg)",
     ]
     if (folder / "acceptance.json").exists():

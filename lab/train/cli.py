@@ -6,6 +6,7 @@ proves the path and trains nothing worth using. The target is the checkpoint tha
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -33,6 +34,7 @@ TargetFolder = Annotated[
 Work = Annotated[Path | None, typer.Option("--work", help="Folder for the corpus and the run's state (default: 'train' in the cache).")]
 Device = Annotated[str, typer.Option("--device", help="cuda (also ROCm) or cpu; default: whichever there is.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="A few rows and steps: try the path on a CPU.")]
+Only = Annotated[list[str] | None, typer.Option("--only", help="Only this one of the corpora (repeatable).")]
 Budget = Annotated[float | None, typer.Option("--budget", help="Stop after so many seconds; run again to go on.", min=1)]
 Levels = Annotated[
     list[str] | None,
@@ -45,12 +47,21 @@ def _say(line: str) -> None:
 
 
 def corpus_plans(tiny: bool) -> tuple[CorpusPlan, ...]:
-    """The corpora of the shipped draft (conversations of 1,024 and of 2,048 tokens), or a tiny pair."""
+    """The corpora of the shipped draft, or tiny ones: short rows, mostly first turns, of chat and of maths and code; and long rows."""
     from lab.train.corpus import CorpusPlan
 
+    chat, work = (0.9, 0.05, 0.05), (0.05, 0.45, 0.5)
     if tiny:
-        return CorpusPlan("main", 1, 12, 96, longest_user=24), CorpusPlan("long", 1, 6, 128, seed=2, longest_user=24)
-    return CorpusPlan("main", 9, 4096, 1024), CorpusPlan("long", 1, 2048, 2048, seed=2)
+        return (
+            CorpusPlan("chat", 1, 12, 160, seed=1, kinds=chat, longest_user=24),
+            CorpusPlan("work", 1, 12, 160, seed=2, kinds=work, longest_user=24),
+            CorpusPlan("long", 1, 6, 192, seed=3, longest_user=24),
+        )
+    return (
+        CorpusPlan("chat", 40, 4096, 512, seed=1, kinds=chat, longest_user=120),
+        CorpusPlan("work", 24, 4096, 512, seed=2, kinds=work, longest_user=160),
+        CorpusPlan("long", 2, 2048, 2048, seed=3),
+    )
 
 
 def layers_of(levels: Sequence[str], default: tuple[int, int, int], most: int) -> tuple[int, ...]:
@@ -74,7 +85,8 @@ def train_plan(tiny: bool, levels: tuple[int, ...] = ()) -> TrainPlan:
     """The run that made the shipped draft, or a tiny one."""
     from lab.train.loop import TrainPlan
 
-    plan = TrainPlan(corpora=(("main", 0.88), ("long", 0.12)), steps=5450, vocab=9728, levels=levels)
+    shares = (("chat", 0.56), ("work", 0.34), ("long", 0.1))
+    plan = TrainPlan(corpora=shares, steps=7400, vocab=10112, greedy_weight=0.5, evaluate_every=1850, levels=levels)
     if tiny:
         plan = replace(plan, steps=6, tokens=384, vocab=128, held_out=2, warmup=2, evaluate_every=3, record_every=1)
     return plan
@@ -100,18 +112,36 @@ def _target(folder: Path | None, device: str) -> tuple[Target, Path]:
     return Target.load(found, device), found
 
 
+def _chosen(only: list[str] | None, names: list[str]) -> set[str]:
+    """The corpora that `--only` leaves of `names`."""
+    if unknown := set(only or ()) - set(names):
+        raise LabError(f"There is no corpus '{min(unknown)}'.", todo=f"Choose from {', '.join(names)}.")
+    return set(only or names)
+
+
 def _work(work: Path | None) -> Path:
     return work or env.cache_dir() / "train"
 
 
 @app.command()
-def corpus(target: TargetFolder = None, work: Work = None, device: Device = "", tiny: Tiny = False, budget: Budget = None) -> None:
-    """Let the target write the corpus: requests and answers, in shards; finished shards are kept."""
+def corpus(
+    target: TargetFolder = None,
+    work: Work = None,
+    device: Device = "",
+    tiny: Tiny = False,
+    budget: Budget = None,
+    only: Only = None,
+) -> None:
+    """Let the target write the corpora: requests and answers, in shards; finished shards are kept."""
     from lab.train.corpus import write_corpus
 
+    plans = corpus_plans(tiny)
+    wanted = _chosen(only, [plan.name for plan in plans])
     model, tokenizer = _target(target, _device(device))
     begin = time.monotonic()
-    for plan in corpus_plans(tiny):
+    for plan in plans:
+        if plan.name not in wanted:
+            continue
         left = None if budget is None else max(budget - (time.monotonic() - begin), 0.0)
         paths = write_corpus(model, _work(work) / "corpus", tokenizer, plan, _say, left)
         _say(f"corpus '{plan.name}': {len(paths)} of {plan.shards} shards in {_work(work) / 'corpus'}")
@@ -126,8 +156,11 @@ def draft(
     tiny: Tiny = False,
     budget: Budget = None,
     level: Levels = None,
+    only: Only = None,
+    steps: Annotated[int, typer.Option("--steps", help="A shorter run than the shipped draft's, to compare settings.", min=0)] = 0,
+    start: Annotated[Path | None, typer.Option("--start", help="An earlier draft of the same shape to go on from.")] = None,
 ) -> None:
-    """Train the draft on the corpus, and write checkpoint, log and card when it is finished."""
+    """Train the draft on the corpora, and write checkpoint, log and card when it is finished."""
     from lab.train.loop import Trainer
 
     if output.exists():
@@ -136,8 +169,10 @@ def draft(
     model, folder = _target(target, place)
     layers = layers_of(level or (), model.shape.default_levels(), model.shape.layers)
     plan = train_plan(tiny, layers)
-    run = _work(work) / ("run" if not layers else "run-" + "-".join(map(str, layers)))
-    trainer = Trainer(plan, model, _work(work) / "corpus", run, _say)
+    wanted = _chosen(only, [name for name, _ in plan.corpora])
+    plan = replace(plan, steps=steps or plan.steps, corpora=tuple(one for one in plan.corpora if one[0] in wanted))
+    run = _work(work) / "-".join(["run", *map(str, layers), *([f"{steps}-steps"] if steps else [])])
+    trainer = Trainer(plan, model, _work(work) / "corpus", run, _say, start)
     if not trainer.run(budget):
         return
     made = provenance.collect(
@@ -146,6 +181,8 @@ def draft(
         device=_device_name(place),
         coverage=trainer.coverage,
         corpus_tokens=int(sum(part.ids.numel() for part in trainer.corpora)),
+        corpus=[json.loads((_work(work) / "corpus" / f"{name}.json").read_text())["plan"] for name, _ in plan.corpora],
+        **({} if start is None else {"start": _origin(start)}),
     )
     _finish(trainer, run, output, made)
     _say(f"The draft is in {output}.")
@@ -165,6 +202,15 @@ def _finish(trainer: Trainer, run: Path, output: Path, made: dict[str, Any]) -> 
         half.rename(output)
     finally:
         shutil.rmtree(half, ignore_errors=True)
+
+
+def _origin(start: Path) -> dict[str, Any]:
+    """What is known of the draft that a run went on from: the sum of its weights, and its own provenance."""
+    described = start / "provenance.json"
+    return {
+        "sha256": hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest(),
+        "provenance": json.loads(described.read_text()) if described.exists() else None,
+    }
 
 
 def _device_name(device: str) -> str:

@@ -1,8 +1,8 @@
 """The self-written corpus: the target invents the requests and writes the answers (the Magpie idea, Xu et al. 2024).
 
-Thousands of conversations are decoded in lockstep. Each row is fed the chat template up to the user turn, for most rows with a short
-opening (`openings.py`); the target goes on with the user turn at temperature 0.9; when it closes the turn the assistant header is forced,
-and the answer is written at this row's own temperature (mostly 0, since greedy text is what a greedy benchmark asks the draft to
+Thousands of conversations are decoded in lockstep. Each row is fed the chat template up to the user turn, for most rows with a beginning
+or a whole request (`openings.py`); the target goes on with the user turn at temperature 0.9; when it closes the turn the assistant header
+is forced, and the answer is written at this row's own temperature (mostly 0, since greedy text is what a greedy benchmark asks the draft to
 predict). Then the next user turn is forced, until the row is full. Small models loop when greedy: a row that repeats itself is closed
 and goes on to its next turn.
 
@@ -40,9 +40,10 @@ class CorpusPlan:
     rows: int
     length: int
     seed: int = 1
-    #: Share of rows without an opening, then of the rest: chat, maths and code.
+    #: Share of rows without an opening, then of the rest: chat, maths and code; and how many of those get a whole request.
     bare: float = 0.25
     kinds: tuple[float, float, float] = (0.4, 0.3, 0.3)
+    asked: float = 0.4
     #: Share of rows that answer at temperature 0, 0.7 and 1.0.
     greedy: tuple[float, float, float] = (0.7, 0.18, 0.12)
     user_temperature: float = 0.9
@@ -53,7 +54,7 @@ class CorpusPlan:
 
 @dataclass(frozen=True)
 class Template:
-    """Token ids of the ChatML template."""
+    """Token ids of the ChatML template, and what turns text into ids."""
 
     start: int
     end: int
@@ -61,13 +62,11 @@ class Template:
     first: tuple[int, ...]
     to_answer: tuple[int, ...]
     to_user: tuple[int, ...]
-    chat: tuple[tuple[int, ...], ...]
-    maths: tuple[tuple[int, ...], ...]
-    code: tuple[tuple[int, ...], ...]
+    encode: Callable[[str], tuple[int, ...]]
 
     @classmethod
     def build(cls, folder: Path) -> Template:
-        """Tokenise the template and the openings with the target's own tokenizer."""
+        """Tokenise the template with the target's own tokenizer."""
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -88,41 +87,51 @@ class Template:
             first=ids(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"),
             to_answer=ids("\n<|im_start|>assistant\n"),
             to_user=ids("\n<|im_start|>user\n"),
-            chat=tuple(ids(opening) for opening in openings.CHAT),
-            maths=tuple(ids(opening) for opening in openings.MATHS),
-            code=tuple(ids(opening) for opening in openings.CODE),
+            encode=ids,
         )
 
 
-def pick_openings(plan: CorpusPlan, template: Template, index: int) -> list[tuple[int, ...]]:
-    """The forced first tokens of each row of a shard."""
+@dataclass(frozen=True)
+class Opening:
+    """The forced first tokens of a row, and whether an answer follows them (else the user's turn goes on)."""
+
+    ids: tuple[int, ...]
+    asked: bool = False
+
+
+def pick_openings(plan: CorpusPlan, template: Template, index: int) -> list[Opening]:
+    """How each row of a shard begins."""
     random = np.random.default_rng((plan.seed, index, 7))
     rows = []
     for _ in range(plan.rows):
         if random.random() < plan.bare:
-            rows.append(template.first)
+            rows.append(Opening(template.first))
             continue
-        kind = (template.chat, template.maths, template.code)[random.choice(3, p=plan.kinds)]
-        rows.append(template.first + kind[random.integers(len(kind))])
+        kind = int(random.choice(3, p=plan.kinds))
+        if random.random() < plan.asked:
+            asked = template.encode(openings.request(random, kind))
+            rows.append(Opening((*template.first, *asked, template.end, *template.to_answer), asked=True))
+        else:
+            rows.append(Opening(template.first + template.encode(openings.beginning(random, kind))))
     return rows
 
 
 class Conversation:
     """The state of all rows of a shard: whose turn it is, what is forced next, when a turn must close. All tensors are [B] or [B, F]."""
 
-    def __init__(self, plan: CorpusPlan, template: Template, firsts: list[tuple[int, ...]], device: torch.device | str) -> None:
+    def __init__(self, plan: CorpusPlan, template: Template, firsts: list[Opening], device: torch.device | str) -> None:
         rows = len(firsts)
         self.plan, self.template = plan, template
-        width = max(max(map(len, firsts)), len(template.to_answer), len(template.to_user)) + 1
+        width = max(max(len(first.ids) for first in firsts), len(template.to_answer), len(template.to_user)) + 1
         self.forced = torch.full((rows, width), -1, dtype=torch.long)
         for row, first in enumerate(firsts):
-            self.forced[row, : len(first)] = torch.tensor(first)
+            self.forced[row, : len(first.ids)] = torch.tensor(first.ids)
         self.forced = self.forced.to(device)
         self.headers = torch.full((2, width), -1, dtype=torch.long)
         self.headers[0, : len(template.to_answer)] = torch.tensor(template.to_answer)
         self.headers[1, : len(template.to_user)] = torch.tensor(template.to_user)
         self.headers = self.headers.to(device)
-        self.answering = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.answering = torch.tensor([first.asked for first in firsts], device=device)
         self.turn = torch.zeros(rows, dtype=torch.long, device=device)
         share = torch.tensor(plan.greedy).cumsum(0)
         spread = (torch.arange(rows) + 0.5) / rows

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lab.errors import LabError
 from lab.train.target import LlamaShape, Target, rms_norm
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -86,6 +87,27 @@ class Draft(nn.Module):
         # does not); the others begin as a small perturbation.
         self.fc.mul_(0.1)
         self.fc[:, -hidden:] += torch.diag(self.scale_F[-hidden:] / self.scale_F[-hidden:].median())
+
+    @torch.no_grad()
+    def go_on_from(self, earlier: Draft) -> None:
+        """Take over an earlier draft of the same shape: its layer, and its head's rows for the tokens that both can say.
+
+        Call after `start_from`, which sets the scale of the features and the rows of tokens that are new.
+        """
+        if (earlier.shape.levels, earlier.shape.intermediate) != (self.shape.levels, self.shape.intermediate):
+            raise LabError(
+                "The draft to start from has another shape.",
+                why=f"Levels {earlier.shape.levels} and width {earlier.shape.intermediate}; this run has {self.shape.levels} and "
+                f"{self.shape.intermediate}.",
+            )
+        for name, parameter in self.named_parameters():
+            if name != "lm_head":
+                parameter.copy_(getattr(earlier, name))
+        self.fc.copy_((earlier.fc / earlier.scale_F).to(self.fc.device) * self.scale_F)
+        places = {int(token): place for place, token in enumerate(earlier.kept)}
+        both = [(here, places[int(token)]) for here, token in enumerate(self.kept) if int(token) in places]
+        here, there = (torch.tensor(side) for side in zip(*both, strict=True))
+        self.lm_head[here.to(self.kept.device)] = earlier.lm_head[there].to(self.kept.device)
 
     def combine(self, features_BTF: Tensor) -> Tensor:
         """Join the levels into one feature [B, T, H]."""

@@ -159,7 +159,10 @@ class Corpus:
 class Trainer:
     """One run: its data, model, optimisers and state file in `folder`."""
 
-    def __init__(self, plan: TrainPlan, target: Target, corpus_folder: Path, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: TrainPlan, target: Target, corpus_folder: Path, folder: Path, say: Callable[[str], None], start: Path | None = None
+    ) -> None:
+        """`start`: checkpoint of an earlier draft of this shape to go on from (its optimiser's state is not part of it)."""
         self.plan, self.target, self.folder, self.say = plan, target, folder, say
         self.device = target.embed_VH.device
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,6 +178,8 @@ class Trainer:
         self.draft = Draft(target.shape, shape, self.vocabulary()).to(self.device)
         sample = self.corpora[0].ids[:32].long()
         self.draft.start_from(target, target.features(sample, shape.levels)[0].flatten(0, 1))
+        if start is not None:
+            self.draft.go_on_from(Draft.load(start, target.shape))
         matrices: list[Tensor] = []
         others: list[Tensor] = []
         for name, parameter in self.draft.named_parameters():

@@ -85,7 +85,7 @@ def serve() -> Iterator[Callable[[FakeEngine], Endpoint]]:
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         running.append((server, thread))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not server.started:
             assert time.monotonic() < deadline, "the fake did not start"
             time.sleep(0.01)

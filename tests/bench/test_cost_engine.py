@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from lab.serving.lanes import Lanes
 from lab.trace import whatif
 from lab.trace.model import Request
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 TOKENS = 40
 
 
@@ -35,7 +36,9 @@ def decode_steps(request: Request) -> int:
 def test_withheld_drafts_predict_real_runs_with_every_smaller_k() -> None:
     """A server with K=3, asked for 1, 2 and 3 draft tokens: where the answer is the same, the steps are those that were promised."""
     prompts = [shipped(kind).prompts[0] for kind in ("chat", "code", "maths")]
-    lane = Lane(recipes.get("smollm2"), "bf16", 3)
+    recipe = recipes.get("smollm2")  # in FP32: in BF16 a processor's kernels round near-ties by the shape of the batch
+    flags = tuple((name, "float32" if name == "--dtype" else value) for name, value in recipe.flags)
+    lane = Lane(replace(recipe, name="smollm2-fp32", flags=flags), "bf16", 3)
 
     async def measure() -> tuple[list[Request], dict[int, list[Request]], list[Request]]:
         lanes = Lanes()

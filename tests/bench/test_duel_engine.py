@@ -16,7 +16,7 @@ from lab.trace import align, io, stats
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_bf16_meets_fp8_and_itself_without_a_level(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="the engine is not installed")
     pytest.importorskip("quark", reason="AMD Quark is not installed")

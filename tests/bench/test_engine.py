@@ -13,7 +13,7 @@ from lab.bench.cli import app
 from lab.recipes.smollm2 import DRAFT
 from lab.trace import io
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_speedup_measures_both_lanes(tmp_path: Path) -> None:
     assert found["lanes"][0]["mean_acceptance_length"] is None
     assert found["lanes"][1]["mean_acceptance_length"] > 1
     (ratio,) = found["ratios"]
-    assert 0.3 < ratio["pooled"]["value"] < 2 * recipes.get("smollm2").k
+    assert 0.1 < ratio["pooled"]["value"] < 2 * recipes.get("smollm2").k
     assert ratio["token_ids"]["answers"] == 2
     assert found["mode"] == "eager"
     assert found["mode"] in ran.output

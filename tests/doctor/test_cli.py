@@ -99,7 +99,7 @@ def test_it_runs_in_the_light_installation() -> None:
         "sys.argv = ['eagle3-lab', 'doctor', 'smollm2', '--draft', 'bf16']\n"
         "from lab.cli import main\nmain()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "0 errors" in done.stdout
 

@@ -59,7 +59,7 @@ def test_prompts_from_files_are_swept_on_the_same_servers() -> None:
 
     settings = small("smollm2-gpu", together=True, texts=_texts(64))
     sweeps = [stage for stage in plan.stages(settings) if stage.kind == "sweep"]
-    assert [stage.name for stage in sweeps] == ["sweep-all-conc1", "sweep-all-conc2", "sweep-all-chat-conc1", "sweep-all-chat-conc2"]
+    assert [stage.name for stage in sweeps] == ["sweep-all-conc1", "sweep-all-chat-conc1", "sweep-all-conc2", "sweep-all-chat-conc2"]
     assert sweeps[0].lanes == sweeps[-1].lanes
-    assert [stage.workload.name for stage in sweeps if stage.workload] == ["64/32", "64/32", "chat", "chat"]
+    assert [stage.workload.name for stage in sweeps if stage.workload] == ["64/32", "chat", "64/32", "chat"]
     assert settings.definition() != plan.replace(settings, texts=()).definition()

@@ -22,7 +22,7 @@ from lab.serving.command import Lane, command
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 HERE = Path(__file__).parent

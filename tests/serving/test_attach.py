@@ -345,7 +345,7 @@ def test_a_server_that_comes_back_with_another_model(monkeypatch: pytest.MonkeyP
             box.append(engines.Fake(port, "two"))
             box[0].serve_forever(0.02)
 
-        starter = threading.Timer(0.6, come_back)
+        starter = threading.Timer(2.0, come_back)
         starter.daemon = True
         starter.start()
         endpoint = await lanes.endpoint(lane, on_progress=lambda progress: told.append(progress.detail))
@@ -378,7 +378,7 @@ def test_an_answer_that_is_cut_keeps_what_arrived(fake: Any, proxy: Any) -> None
 
 def test_a_network_that_goes_silent_is_noticed(fake: Any, proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "QUIET", 0.2)
-    monkeypatch.setattr(streaming, "CONNECT_TIMEOUT", 0.2)
+    monkeypatch.setattr(streaming, "CONNECT_TIMEOUT", 1.0)
     fake.chunks = [ANSWER[0], 1.0, ANSWER[1], 30.0]
 
     async def check() -> Any:

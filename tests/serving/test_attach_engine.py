@@ -24,7 +24,7 @@ from lab.trace.io import save
 from lab.trace.model import Trace
 from lab.ui.state import provenance_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 pytest.importorskip("torch", reason="the engine needs it")
 KEY = "sk-attach-0123"
 PROMPT = "Explain in a few sentences why the sky is blue."
@@ -66,7 +66,12 @@ async def ask(lanes: Lanes, lane: Lane, **more: Any) -> tuple[list[Any], Any, An
     endpoint = await lanes.endpoint(lane)
     before = await scrape(endpoint, timeout=30.0)
     events = [event async for event in generate(endpoint, PROMPT, **more)]
-    return events, events[-1].request, (before, await scrape(endpoint, timeout=30.0))
+    after = await scrape(endpoint, timeout=30.0)
+    while True:  # until the counters have stopped moving
+        await asyncio.sleep(0.3)
+        last, after = after, await scrape(endpoint, timeout=30.0)
+        if last.drafts == after.drafts:
+            return events, events[-1].request, (before, after)
 
 
 def test_with_the_plugin_every_step_is_seen(servers: dict[str, Any], tmp_path: Path) -> None:

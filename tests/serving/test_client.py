@@ -195,7 +195,7 @@ def test_closing_the_iterator_hangs_up(fake: Any, endpoint: Endpoint) -> None:
                 break
         assert not fake.hung_up.is_set()
         await source.aclose()  # type: ignore[attr-defined]
-        return await asyncio.to_thread(fake.hung_up.wait, 5.0)  # inside the loop, whose end would close connections by itself
+        return await asyncio.to_thread(fake.hung_up.wait, 30.0)  # inside the loop, whose end would close connections by itself
 
     assert asyncio.run(run())
 

@@ -47,7 +47,7 @@ def test_closing_the_pipe_is_enough(local_recipe: Make, gone: Gone) -> None:
     assert server._guard is not None
     assert server._guard.stdin is not None
     server._guard.stdin.close()
-    assert gone(server, 4.0)
+    assert gone(server, 60.0)
 
 
 def test_what_ignores_sigterm_is_killed(local_recipe: Make, gone: Gone, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_the_socket_of_the_tracer_is_removed(local_recipe: Make, gone: Gone, kil
         os.kill(server._guard.pid, signal.SIGKILL)
     server.stop()
     assert gone(server, 0.0)
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 60
     while path.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not path.exists()
@@ -106,7 +106,7 @@ def test_what_a_dead_server_left_behind_is_ended(local_recipe: Make, gone: Gone)
     pid = int(server.log.read_text().rsplit("pid ", 1)[1].split()[0])
     time.sleep(0.5)  # the child is deaf by now
     os.kill(pid, signal.SIGKILL)
-    assert gone(server, 8.0)
+    assert gone(server, 60.0)
     assert server.exit_code() == 128 + signal.SIGKILL
 
 
@@ -114,7 +114,9 @@ def test_the_app_notices_that_the_guard_was_killed(local_recipe: Make, gone: Gon
     server = start(local_recipe(FAKE_STUBBORN="1", FAKE_CHILD="1"))
     assert server._guard is not None
     os.kill(server._guard.pid, signal.SIGKILL)
-    time.sleep(0.3)
+    deadline = time.monotonic() + 60
+    while server.exit_code() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert server.exit_code() is not None
     assert gone(server, 2.0)
 
@@ -146,7 +148,7 @@ def test_an_app_that_is_killed_while_a_fork_of_it_lives(gone: Gone) -> None:
         assert app.stdout is not None
         group = int(app.stdout.readline())
         app.send_signal(signal.SIGKILL)
-        assert gone(group, 10.0)
+        assert gone(group, 15.0)
 
 
 @pytest.mark.parametrize("guard_too", [False, True])
@@ -161,7 +163,7 @@ def test_nothing_outlives_an_app_that_is_killed(environment: dict[str, str], gua
         app.send_signal(signal.SIGKILL)
         if guard_too:
             os.kill(group, signal.SIGKILL)
-        assert gone(group, 10.0)
+        assert gone(group, 60.0)
 
 
 def test_a_port_that_is_lost_in_the_race_is_replaced(local_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.errors import LabError
@@ -66,6 +66,7 @@ def answers(draw, answer: tuple[int, ...]) -> Request:
     return request(*steps)
 
 
+@settings(deadline=None)
 @given(st.data(), st.lists(st.integers(1, 50), min_size=2, max_size=30).map(tuple))
 def test_places_are_those_of_the_answer_and_of_brute_force(data, answer: tuple[int, ...]) -> None:
     one, other = data.draw(answers(answer)), data.draw(answers(answer))

@@ -144,6 +144,7 @@ def test_damage_is_noticed_or_harmless(seed: int, count: int) -> None:
     assert io.loads(io.dumps(found)) == found
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
     with pytest.raises(LabError):

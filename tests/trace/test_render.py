@@ -6,7 +6,7 @@ import html
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.trace import render
@@ -67,6 +67,7 @@ def test_what_one_token_is(piece: bytes, run: tuple[str, ...]) -> None:
     assert render.chip_text(piece) == run
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_a_chip_never_hides_a_byte_or_turns_text_around(piece: bytes) -> None:
     run = render.chip_text(piece)

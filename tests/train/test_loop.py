@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from lab.bench.prompts import KINDS, shipped
 from lab.errors import LabError
-from lab.train.corpus import Conversation, CorpusPlan, Rows, Template, looping, write_corpus
+from lab.train import openings
+from lab.train.corpus import Conversation, CorpusPlan, Opening, Rows, Template, looping, write_corpus
 from lab.train.loop import Trainer, TrainPlan, replay
 from lab.train.target import Target
 
@@ -75,7 +78,7 @@ def test_loops_are_seen() -> None:
 
 def test_control_tokens_end_turns_and_nothing_else(tiny_target: Path) -> None:
     template = Template.build(tiny_target)
-    state = Conversation(replace(PLAN, rows=2, longest_user=99), template, [template.first, (*template.first, 9)], "cpu")
+    state = Conversation(replace(PLAN, rows=2, longest_user=99), template, [Opening(template.first), Opening((*template.first, 9))], "cpu")
     none = torch.zeros(2, dtype=torch.bool)
     for wanted in template.first:
         ids, counted = state.advance(torch.tensor([5, 5]), none)
@@ -88,6 +91,55 @@ def test_control_tokens_end_turns_and_nothing_else(tiny_target: Path) -> None:
         assert ids.tolist() == [wanted, 6]
     ids, counted = state.advance(torch.tensor([5, 6]), none)
     assert counted.tolist() == [True, False]
+
+
+def test_an_answer_follows_a_whole_request(tiny_target: Path) -> None:
+    template = Template.build(tiny_target)
+    asked = Opening((*template.first, 9, template.end, *template.to_answer), asked=True)
+    state = Conversation(replace(PLAN, rows=2, longest_user=99, greedy=(1.0, 0.0, 0.0)), template, [asked, Opening(template.first)], "cpu")
+    none = torch.zeros(2, dtype=torch.bool)
+    for wanted in asked.ids:
+        ids, counted = state.advance(torch.tensor([5, 5]), none)
+        assert (ids[0], counted[0]) == (wanted, False)
+    assert state.temperature().tolist() == [0.0, pytest.approx(PLAN.user_temperature)]
+    ids, counted = state.advance(torch.tensor([5, 5]), none)
+    assert (ids[0], counted[0]) == (5, True)
+
+
+def test_openings_hold_no_evaluation_prompt() -> None:
+    """No whole request is one of the held-out prompts or shares eight words in a row with one."""
+
+    def words(text: str) -> list[str]:
+        return re.findall(r"[a-z0-9]+", text.lower())
+
+    def runs(text: str) -> set[tuple[str, ...]]:
+        found = words(text)
+        return {tuple(found[at : at + 8]) for at in range(len(found) - 7)} | {tuple(found)}
+
+    held_out = set().union(*(runs(prompt.text) for kind in KINDS for prompt in shipped(kind).prompts))
+    random = np.random.default_rng(3)
+    for kind in range(3):
+        requests = {openings.request(random, kind) for _ in range(3000)}
+        assert len(requests) > 500
+        assert not {text for text in requests if runs(text) & held_out}
+    assert not {frame for frame in openings.all_frames() if runs(frame) & held_out}
+
+
+def test_training_goes_on_from_an_earlier_draft(corpus: Path, target: Target, tmp_path: Path) -> None:
+    first = Trainer(plan(), target, corpus, tmp_path / "first", quiet)
+    first.run()
+    first.draft.export(tmp_path / "draft")
+    wider = Trainer(plan(vocab=80), target, corpus, tmp_path / "wider", quiet, tmp_path / "draft")
+    before, after = first.draft.weights(), wider.draft.weights()
+    for name, tensor in before.items():
+        if name.startswith(("midlayer", "fc", "norm")):
+            torch.testing.assert_close(after[name], tensor, rtol=0.02, atol=1e-3)
+    new = {int(token): place for place, token in enumerate(wider.draft.kept)}
+    rows = [new[int(token)] for token in first.draft.kept]
+    torch.testing.assert_close(after["lm_head.weight"][rows], before["lm_head.weight"])
+    other = plan(levels=(2,))
+    with pytest.raises(LabError, match="another shape"):
+        Trainer(other, target, corpus, tmp_path / "other", quiet, tmp_path / "draft")
 
 
 def plan(**changes: object) -> TrainPlan:

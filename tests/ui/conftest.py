@@ -14,6 +14,7 @@ import pytest
 from lab import recipes
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page's tests need the Python package playwright")
+sync_api.expect.set_options(timeout=60_000)  # a busy machine may take long to show something; a test that passes never waits for it
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -23,7 +24,7 @@ def browser() -> Iterator[Any]:
         pytest.skip("no Chromium on this machine: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=flags, timeout=180_000)
         yield opened
         opened.close()
 
@@ -38,12 +39,12 @@ class Watched:
     def status(self) -> str:
         return str(self.page.locator("#e3-status .e3-status-text").inner_text())
 
-    def wait_status(self, text: str, timeout: float = 30) -> None:
+    def wait_status(self, text: str, timeout: float = 120) -> None:
         sync_api.expect(self.page.locator("#e3-status .e3-status-text")).to_contain_text(text, timeout=timeout * 1000)
 
-    def run(self, until: str = "Done:") -> None:
+    def run(self, until: str = "Done:", timeout: float = 120) -> None:
         self.page.get_by_role("button", name="Run", exact=True).click()
-        self.wait_status(until)
+        self.wait_status(until, timeout)
         sync_api.expect(self.page.locator(".e3-steps-root")).to_have_attribute("data-state", "done")
 
     def open(self, path: Path) -> None:
@@ -69,6 +70,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Watched]]:
 
     def open_page(url: str, *, theme: str = "light", expected: tuple[str, ...] = ()) -> Watched:
         context = browser.new_context(viewport={"width": 1280, "height": 720}, accept_downloads=True)
+        context.set_default_timeout(120_000)
         contexts.append(context)
         page = context.new_page()
         watched = Watched(page)
@@ -84,7 +86,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Watched]]:
 
         page.on("request", asked)
         page.goto(f"{url}?__theme={theme}")
-        page.locator(".e3-steps-root").wait_for(timeout=60_000)
+        page.locator(".e3-steps-root").wait_for()
         return watched
 
     yield open_page

@@ -161,13 +161,13 @@ def test_both_buttons_and_stop_in_a_browser(serve: Serve, visit: Visit) -> None:
     shown = page.locator(".e3-crossing-root")
     sync_api.expect(shown).to_contain_text("34,560 B for this target")
     page.get_by_role("button", name="Start it as before the fix").click()
-    sync_api.expect(shown).to_have_attribute("data-state", "refused", timeout=30_000)
+    sync_api.expect(shown).to_have_attribute("data-state", "refused", timeout=120_000)
     sync_api.expect(page.locator(".e3-crossing-message")).to_contain_text("No common block size for 16 (CPU_MLA: [16]; CPU_ATTN:")
     sync_api.expect(page.locator("#e3-barrier .e3-verdict-line")).to_contain_text("No common block size for 16 (CPU_MLA: [16]")
     shown.locator("summary").click()
     assert "<img src=x onerror=alert(1)>" in shown.locator("pre").inner_text()
     page.get_by_role("button", name="Start it with the fix").click()
-    sync_api.expect(shown).to_have_attribute("data-state", "answered", timeout=30_000)
+    sync_api.expect(shown).to_have_attribute("data-state", "answered", timeout=120_000)
     assert shown.locator(".e3-chip").count() > 20
     sync_api.expect(page.locator(".e3-crossing-facts")).to_contain_text("draft tokens accepted; mean acceptance length")
     sync_api.expect(page.locator("#e3-barrier .e3-verdict-line")).to_contain_text("Block size 32 for the kernels")
@@ -181,5 +181,5 @@ def test_both_buttons_and_stop_in_a_browser(serve: Serve, visit: Visit) -> None:
     watched.wait_status("the demonstration's engine has ended")
     assert fake.stopped[2:] == [AFTER]  # it is said when it is so
     page.get_by_role("button", name="Start it with the fix").click()
-    sync_api.expect(shown).to_have_attribute("data-state", "answered", timeout=30_000)
+    sync_api.expect(shown).to_have_attribute("data-state", "answered", timeout=120_000)
     assert page.evaluate("document.documentElement.scrollHeight") == 720

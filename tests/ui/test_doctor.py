@@ -29,10 +29,10 @@ def test_the_doctor_examines_a_recipe_and_a_hostile_line(serve: Serve, visit: Vi
     page.get_by_role("tab", name="Doctor").click()
     summary = page.locator(".e3-doctor-sum")
     page.get_by_role("button", name="Examine").click()
-    sync_api.expect(summary).to_contain_text("0 errors", timeout=30_000)
+    sync_api.expect(summary).to_contain_text("0 errors", timeout=120_000)
     page.locator("#e3-doctor-line textarea").fill(LINE)
     page.get_by_role("button", name="Examine").click()
-    sync_api.expect(summary).to_contain_text(re.compile(r"✗ [1-9] error"), timeout=30_000)
+    sync_api.expect(summary).to_contain_text(re.compile(r"✗ [1-9] error"), timeout=120_000)
     found = doctor.examine("smollm2", "bf16", LINE, doctor.HERE)
     assert [one.get_attribute("data-rule") for one in page.locator(".e3-finding").all()] == [one.rule for one in found.findings]
     first = page.locator(".e3-finding[data-rule=block-size]")
@@ -43,7 +43,7 @@ def test_the_doctor_examines_a_recipe_and_a_hostile_line(serve: Serve, visit: Vi
     assert page.locator(".e3-doctor-rows img").count() == 0
     page.locator("#e3-doctor-line textarea").fill("http://127.0.0.1:1/metrics")
     page.get_by_role("button", name="Examine").click()
-    sync_api.expect(summary).to_contain_text("calls no address", timeout=30_000)
+    sync_api.expect(summary).to_contain_text("calls no address", timeout=120_000)
     assert page.evaluate("document.documentElement.scrollHeight") == 720
 
 

@@ -50,7 +50,7 @@ def test_a_duel_on_the_page(serve: Callable[..., str], visit: Callable[..., Watc
     page.get_by_label("Second draft").click()
     page.get_by_role("option", name="FP8", exact=True).click()
     page.get_by_role("button", name="Run the duel").click()
-    sync_api.expect(root).to_have_attribute("data-state", "done", timeout=60_000)
+    sync_api.expect(root).to_have_attribute("data-state", "done", timeout=300_000)
     watched.wait_status("Done: duel of BF16 against FP8")
     assert (
         page.locator(".e3-duel-head .e3-sentence")
@@ -127,12 +127,12 @@ def test_stop_keeps_the_whole_prompts_of_a_duel(serve: Callable[..., str], visit
     page.get_by_label("Second draft").click()
     page.get_by_role("option", name="BF16 without low level").click()
     page.get_by_role("button", name="Run the duel").click()
-    sync_api.expect(page.locator(".e3-duel-root")).to_have_attribute("data-state", "running", timeout=60_000)
+    sync_api.expect(page.locator(".e3-duel-root")).to_have_attribute("data-state", "running", timeout=300_000)
     page.get_by_role("button", name="Stop", exact=True).click()
     watched.wait_status("what was measured is kept.")
+    sync_api.expect(page.locator(".e3-duel-side")).to_contain_text("Stopped early")
     side = page.locator(".e3-duel-side").inner_text()
     assert "did not fit into memory together" in side
-    assert "Stopped early" in side
     assert "Not measured yet: a control draft" in side or reports.control() == ""
 
 

@@ -198,13 +198,13 @@ def test_play_and_slow_motion(serve: Serve, visit: Visit) -> None:
     page.get_by_role("slider", name="Speed of play").fill("-5")
     assert page.locator(".e3-factor").inner_text() == "1/32×"
     page.get_by_role("button", name="Play the steps").click()
-    page.locator(".e3-proposed").first.wait_for(timeout=5000)  # the draft before its verdict
+    page.locator(".e3-proposed").first.wait_for(timeout=15_000)  # the draft before its verdict
     page.get_by_role("button", name="Pause").click()
     assert 0 < page.locator(".e3-list .e3-row:visible").count() < total
     assert page.locator(".e3-proposed, .e3-waiting").count() == 0
     page.get_by_role("slider", name="Speed of play").fill("4")
     page.get_by_role("button", name="Play the steps").click()
-    sync_api.expect(page.locator(".e3-count")).to_have_text(f"step {total} of {total}", timeout=20_000)
+    sync_api.expect(page.locator(".e3-count")).to_have_text(f"step {total} of {total}", timeout=60_000)
 
 
 def test_the_charts_follow_the_slider(serve: Serve, visit: Visit) -> None:
@@ -215,7 +215,7 @@ def test_the_charts_follow_the_slider(serve: Serve, visit: Visit) -> None:
     watched.page.get_by_role("slider", name="Step", exact=True).fill("3")
     sync_api.expect(chart).to_have_attribute("aria-label", "Steps by accepted draft tokens. 0: 1, 1: 0, 2: 1, 3: 0")
     assert whole != chart.get_attribute("aria-label")
-    assert watched.page.locator("#e3-charts .js-plotly-plot").count() == 4
+    sync_api.expect(watched.page.locator("#e3-charts .js-plotly-plot")).to_have_count(4)
 
 
 def test_stop_keeps_what_arrived_and_aborts_the_request(serve: Serve, visit: Visit) -> None:
@@ -239,7 +239,7 @@ def test_a_reload_brings_the_run_back(serve: Serve, visit: Visit) -> None:
     before = seen_chips(watched)
     watched.page.reload()
     watched.wait_status("Done:")
-    watched.page.locator('.e3-list .e3-row[data-step="3"]').wait_for()
+    watched.page.locator(f'.e3-list .e3-row[data-step="{fake.requests[0].steps[-1].index}"]').wait_for()
     assert seen_chips(watched) == before
     assert len(fake.requests) == 1
 
@@ -257,6 +257,7 @@ def test_a_saved_trace_plays_without_an_engine(serve: Serve, visit: Visit, tmp_p
     fresh = visit(serve(silent))
     fresh.open(path)
     fresh.wait_status("Opened:")
+    sync_api.expect(fresh.page.locator(".e3-steps-root")).to_have_attribute("data-state", "opened")
     assert seen_chips(fresh) == expected_chips(request)
     assert "vLLM 9.9" in fresh.page.locator(".e3-about-line").inner_text()
     assert "recording" in fresh.page.locator(".e3-about-line").inner_text()
@@ -323,16 +324,18 @@ def test_changing_k_or_draft_says_that_another_engine_starts(serve: Serve, visit
 
 
 def test_a_start_is_visible_and_a_failed_one_is_restarted_by_a_click(serve: Serve, visit: Visit) -> None:
-    fake = engine(start=5, fail_start=True)
+    fake = engine(start=120, fail_start=True)  # it starts until this test has seen it start
     watched = visit(serve(fake, warm=True))
     watched.wait_status("Starting Eagle3 BF16, K=3, eager")
     sync_api.expect(watched.page.locator(".e3-status-detail")).to_contain_text("loading weights <b>")
     sync_api.expect(watched.page.locator(".e3-status-clock")).to_have_text(re.compile(r"^\d.* s$"))
     watched.page.get_by_label("Prompt").fill("typed while it loads")
+    fake.start = 0
     watched.wait_status("did not start")
+    fake.start = 120
     watched.page.get_by_role("button", name="Run", exact=True).click()
     watched.wait_status("Starting Eagle3 BF16")
-    fake.fail_start = True
+    fake.fail_start, fake.start = True, 0
     watched.wait_status("did not start")
     watched.page.get_by_text("Details", exact=True).click()
     assert "<script>alert(9)</script>" in watched.page.locator(".e3-status-more .e3-popover").inner_text()
@@ -347,7 +350,7 @@ def test_a_server_that_dies_in_the_middle(serve: Serve, visit: Visit) -> None:
     watched = visit(serve(fake))
     watched.page.get_by_role("button", name="Run", exact=True).click()
     watched.wait_status("broke off. the engine process ended with exit code -9")
-    assert watched.page.locator(".e3-list .e3-row").count() == 6
+    sync_api.expect(watched.page.locator(".e3-list .e3-row")).to_have_count(6)
     watched.page.get_by_role("button", name="Restart the engine").click()
     watched.wait_status("Ready:")
     watched.run()
@@ -355,7 +358,8 @@ def test_a_server_that_dies_in_the_middle(serve: Serve, visit: Visit) -> None:
 
 def beside(watched: Watched) -> dict[str, str]:
     watched.page.get_by_role("button", name="Run beside the baseline").click()
-    watched.wait_status("Done: Baseline, eager beside Eagle3 BF16, K=3, eager", timeout=60)
+    watched.wait_status("Done: Baseline, eager beside Eagle3 BF16, K=3, eager", timeout=300)
+    watched.page.locator(".e3-verdict [data-tile]").first.wait_for()
     read = "all => Object.fromEntries(all.map(t => [t.dataset.tile, t.querySelector('b').textContent]))"
     return dict(watched.page.locator(".e3-verdict [data-tile]").evaluate_all(read))
 
@@ -386,7 +390,7 @@ def test_beside_the_baseline(serve: Serve, visit: Visit) -> None:
     assert "baseline" in lines
     assert "Eagle3 BF16" in lines
     watched.page.get_by_role("button", name="Run beside the baseline").click()  # another pair, in the other order
-    sync_api.expect(watched.page.locator(".e3-said")).to_contain_text("median of 2 pairs", timeout=60_000)
+    sync_api.expect(watched.page.locator(".e3-said")).to_contain_text("median of 2 pairs", timeout=300_000)
     assert [request.lane for request in fake.requests[before:]] == lanes[::-1]
 
 

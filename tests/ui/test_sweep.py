@@ -76,7 +76,7 @@ def test_a_sweep_in_the_page(
     page.get_by_label("Acceptance without loops too").uncheck()
     page.locator("#e3-sweep-start").click()
     watched.wait_status("Cell ")
-    watched.wait_status("Sweep done: 4 of 8 cells", timeout=90)
+    watched.wait_status("Sweep done: 4 of 8 cells", timeout=300)
     cells = page.locator(".e3-sweep-cells tr[data-state]")
     states = cells.evaluate_all("all => all.map(one => one.dataset.state)")
     assert sorted(states) == ["done"] * 4 + ["failed"] * 2 + ["refused"] * 2
@@ -104,14 +104,14 @@ def test_a_sweep_in_the_page(
     if theme == "dark":
         return
     # stopped, it keeps what is there; started again, it goes on
-    fake_vllm.fail, fake_vllm.pause = {}, 3.0
+    fake_vllm.fail, fake_vllm.pause = {}, 10.0
     page.locator("#e3-sweep-start").click()
-    watched.wait_status("Cell 6 of 8", timeout=60)
+    watched.wait_status("Cell 6 of 8", timeout=300)
     page.locator("#e3-sweep-stop").click()
     watched.wait_status("Stopped after 5 of 8 cells")
     fake_vllm.pause = 0.0
     page.locator("#e3-sweep-start").click()
-    watched.wait_status("Sweep done: 6 of 8 cells", timeout=60)
+    watched.wait_status("Sweep done: 6 of 8 cells", timeout=300)
     assert 8 <= len(fake_vllm.loads) <= 9, "six, then one and the one that was stopped, then that one again"
     # files of others in the same charts; what is no result is said
     (tmp_path / "agg_b300.json").write_text(json.dumps({"conc": 8, "output_tput_per_gpu": 500.0, "model": "<i>m</i>", "hw": "b300"}))

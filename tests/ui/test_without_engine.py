@@ -97,5 +97,5 @@ def test_the_page_without_an_engine_plays_recordings_and_offers_no_run(light_pag
     assert seen_chips(watched) == expected_chips(request)
     page.get_by_role("tab", name="Doctor").click()
     page.get_by_role("button", name="Examine").click()
-    sync_api.expect(page.locator("#e3-tabs")).to_contain_text("recipe smollm2, Eagle3 BF16", timeout=60_000)
+    sync_api.expect(page.locator("#e3-tabs")).to_contain_text("recipe smollm2, Eagle3 BF16", timeout=300_000)
     assert page.evaluate("document.documentElement.scrollHeight") == 720

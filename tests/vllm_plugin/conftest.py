@@ -62,7 +62,7 @@ class Client:
     async def http(self, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=self.url, timeout=300, verify=False, limits=limits, **{"headers": self.headers, **options}
+            base_url=self.url, timeout=900, verify=False, limits=limits, **{"headers": self.headers, **options}
         ) as client:
             yield client
 
@@ -89,7 +89,7 @@ class Client:
         following = asyncio.create_task(self.steps(http, trace))
         response = await http.post("/v1/completions", json=self.body(prompt, trace, **settings))
         assert response.status_code == 200, response.text
-        return await asyncio.wait_for(following, 30), response.json()
+        return await asyncio.wait_for(following, 300), response.json()
 
 
 @pytest.fixture(scope="session")

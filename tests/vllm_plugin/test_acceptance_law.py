@@ -15,7 +15,7 @@ from lab.bench import goodness  # noqa: E402
 from lab.vllm_plugin import cpu_fixes  # noqa: E402
 
 LOGITS = [0.0, 1.0, 2.0, 0.5, -1.0, 1.5, 0.2, -0.5]
-TEMPERATURE, N = 0.7, 4000
+TEMPERATURE, N = 0.7, 16_000
 
 
 def drawn(repaired: bool, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:

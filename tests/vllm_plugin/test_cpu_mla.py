@@ -264,6 +264,7 @@ def lanes() -> Iterator[Any]:
 
 
 @pytest.mark.engine
+@pytest.mark.timeout(1800)
 def test_speculation_changes_no_token_of_an_mla_target(lanes: Any) -> None:
     """The baseline is vLLM's own kernel, one prompt at a time; the draft's lane answers all at once, so lengths are mixed in a step."""
     from lab.serving.client import Done, generate
@@ -289,6 +290,7 @@ def test_speculation_changes_no_token_of_an_mla_target(lanes: Any) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.timeout(1800)
 def test_before_the_fix_the_engine_says_why_it_cannot_start(lanes: Any) -> None:
     from lab.serving.command import Lane
 

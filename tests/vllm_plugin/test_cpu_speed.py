@@ -290,6 +290,7 @@ print("RESULT " + json.dumps({"texts": [o.outputs[0].token_ids for o in out], "d
 
 
 @pytest.mark.engine
+@pytest.mark.timeout(1800)
 def test_an_engine_drafts_and_answers_the_same() -> None:
     target = cache_dir() / "checkpoints" / "smollm2-135m-instruct"
     draft = assets() / "drafts" / "smollm2-135m-eagle3"
@@ -305,7 +306,7 @@ def test_an_engine_drafts_and_answers_the_same() -> None:
     results = []
     for way in ("stock", "lean"):
         run = subprocess.run(
-            [sys.executable, "-c", ENGINE, str(target), str(draft), way], env=environment, capture_output=True, text=True, timeout=400
+            [sys.executable, "-c", ENGINE, str(target), str(draft), way], env=environment, capture_output=True, text=True, timeout=800
         )
         assert run.returncode == 0, run.stderr[-2000:]
         results.append(json.loads(next(line for line in run.stdout.splitlines() if line.startswith("RESULT "))[7:]))

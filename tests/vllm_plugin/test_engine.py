@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lab.trace.model import Step
 from lab.trace.stats import count
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 #: Some 370 tokens: three chunks of prefill, three blocks of KV cache.
 LONG = "The fox and the hound went to the market, and there they met a baker. " * 22
@@ -62,7 +62,7 @@ async def abort(client: Any, http: httpx.AsyncClient, trace: str) -> Any:
             chunks += line.startswith("data: ")
             if chunks == 5:
                 break
-    return await asyncio.wait_for(following, 30)
+    return await asyncio.wait_for(following, 300)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,13 @@ current_platform.import_kernels()
 FAST, WHY_NOT = fp8_cpu.packed_gemm(32, 32, torch.bfloat16)
 needs_op = pytest.mark.skipif(not FAST, reason=WHY_NOT)
 
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Every run draws the same inputs: with small layers, one in some hundred draws cancels to less than BF16 can tell."""
+    torch.manual_seed(0)
+
+
 ROWS = (1, 2, 3, 4, 5, 16, 17, 64)
 #: K, N: the draft's four linears, then sizes off every tile (32, 128) the op works in.
 PACKABLE = ((1152, 960), (576, 576), (576, 3072), (1536, 576), (32, 32), (96, 64), (160, 96), (416, 1056))

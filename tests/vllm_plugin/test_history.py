@@ -121,7 +121,7 @@ def test_a_trace_of_several_requests_ends_with_the_last() -> None:
         await asyncio.sleep(0.2)
         assert not reader.done()
         history.end("t", "1", frame(4, "end"))
-        assert await asyncio.wait_for(reader, 1) == [1, 2, 3, 4]
+        assert await asyncio.wait_for(reader, 30) == [1, 2, 3, 4]
 
     asyncio.run(scene())
 

@@ -80,7 +80,7 @@ def test_without_a_reader_nothing_blocks_and_the_hole_is_counted(address: str, l
     publisher.send(took(0, "late"))
     publisher.send([End("t", "r", "abort")])
     publisher.send([End("late", "r2", "stop")])
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 30
     got = listen().until(2)
     publisher.close()
     arrived = [m.step.index for m in got if isinstance(m, Took)]
@@ -113,7 +113,7 @@ def test_sending_costs_microseconds(address: str) -> None:
     batch = took(1)
     best = min(_seconds(publisher, batch) for _ in range(5))
     publisher.close(0.1)
-    assert best < 50e-6
+    assert best < 250e-6  # a step takes milliseconds
 
 
 def _seconds(publisher: Publisher, batch: list[Message]) -> float:

@@ -40,15 +40,15 @@ def runner(verify: float, accept: float, draft: float | None) -> Any:
 
 
 def test_each_part_gets_its_own_seconds() -> None:
-    made = runner(0.05, 0.02, 0.11)
+    made = runner(0.05, 0.02, 0.6)
     made.execute_model(None)
     output = pickle.loads(pickle.dumps(made.sample_tokens(None)))  # as from a worker process
     times = timing.taken(output)
     assert times is not None
     # A sleep is never shorter than asked, and nothing is counted twice: drafting is not part of acceptance.
     assert times.verify >= 0.05
-    assert times.draft >= 0.11
-    assert 0.02 <= times.accept < 0.11
+    assert times.draft >= 0.6
+    assert 0.02 <= times.accept < 0.6
     assert output == Output([[1, 2]])
 
 

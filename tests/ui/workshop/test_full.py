@@ -58,7 +58,7 @@ def engine(**changes: Any) -> Echo:
 @pytest.mark.slow
 def test_a_room_of_twelve(opened: Callable[..., Any], driver: ModuleType) -> None:
     room = opened(engine(), at_once=1)  # so that somebody has to wait, however fast the machine is
-    summary = asyncio.run(driver.drive(room.url, room.presenter, clients=12, seconds=12, think=0.5, every=2, echo=True))
+    summary = asyncio.run(driver.drive(room.url, room.presenter, clients=12, seconds=30, think=0.5, every=5, echo=True))
     assert summary["errors"] == []
     assert summary["wrong_session"] == []
     assert summary["answers"] > 0
@@ -86,6 +86,7 @@ def test_a_presenter_and_two_attendees(opened: Callable[..., Any], browser: Any)
 
     def visit(url: str, width: int = 390, height: int = 844) -> Any:
         contexts.append(browser.new_context(viewport={"width": width, "height": height}))
+        contexts[-1].set_default_timeout(120_000)
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: faults.append(f"page error: {error}"))
         page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))
@@ -100,7 +101,7 @@ def test_a_presenter_and_two_attendees(opened: Callable[..., Any], browser: Any)
     assert room.door.token not in presenter.url, "the secret does not stay in the address bar"
     names = presenter.get_by_role("tab").all_inner_texts()
     presenter.get_by_role("tab", name="Workshop").click()
-    expect(presenter.locator(".e3-desk-verdict")).to_have_text("Ready: every lane answered.", timeout=30_000)
+    expect(presenter.locator(".e3-desk-verdict")).to_have_text("Ready: every lane answered.", timeout=60_000)
     assert presenter.get_by_role("tab").all_inner_texts() == names
     assert presenter.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]") == [720, 1280]
     assert presenter.locator(".e3-desk-qr svg path").get_attribute("d") == room.desk.join["qr"]["path"]
@@ -111,19 +112,18 @@ def test_a_presenter_and_two_attendees(opened: Callable[..., Any], browser: Any)
     # the attendee's page has no control over the engine, and its browser cannot use the presenter's routes
     assert first.locator("select, input[type=number], input[type=radio]").count() == 0
     assert first.evaluate("fetch('present/room/act', {method: 'POST', body: '{\"act\": \"restart\"}'}).then(r => r.status)") == 403
-    faults[:] = [fault for fault in faults if "403" not in fault]
 
     # an attendee's own prompt and trace, which is text whatever it says
     evil = "<img src=x onerror=alert(1)>${alert(2)}\u202e"
     first.locator("#prompt").fill(evil)
     first.get_by_role("button", name="Run").click()
-    expect(first.locator("#said")).to_contain_text("Done:", timeout=20_000)
+    expect(first.locator("#said")).to_contain_text("Done:", timeout=60_000)
     expect(first.locator("#mine .e3-list .e3-chip").first).to_be_visible()
     assert first.locator("main img, main script").count() == 0
     assert "[U+202E]" in first.locator("#asked").inner_text()
     expect(second.locator("#mine .e3-list .e3-chip")).to_have_count(0)
     first.reload()
-    expect(first.locator("#mine .e3-list .e3-chip").first).to_be_visible(timeout=10_000)
+    expect(first.locator("#mine .e3-list .e3-chip").first).to_be_visible(timeout=60_000)
     expect(first.locator("#seat")).to_have_text("Seat 1")
 
     # offered, looked at, shown
@@ -132,21 +132,21 @@ def test_a_presenter_and_two_attendees(opened: Callable[..., Any], browser: Any)
     expect(presenter.locator(".e3-desk-offer")).to_contain_text("onerror=alert(1)")
     presenter.get_by_role("button", name="Show to all").click()
     for page in (first, second, screen):
-        expect(page.locator("#stage .e3-stage-prompt")).to_contain_text("<img src=x", timeout=5_000)
+        expect(page.locator("#stage .e3-stage-prompt")).to_contain_text("<img src=x", timeout=60_000)
         assert page.locator("#stage img").count() == 0
 
     # a run for all, then one step of it, chosen in the microscope
     presenter.get_by_role("button", name="Run the prompt for all").click()
     # the trace shown before is done, too: the new one is on the stage once its prompt is
-    expect(second.locator("#stage .e3-stage-prompt")).not_to_contain_text("<img src=x", timeout=20_000)
-    expect(second.locator('#stage .e3-steps-root[data-state="done"]')).to_be_visible(timeout=20_000)
+    expect(second.locator("#stage .e3-stage-prompt")).not_to_contain_text("<img src=x", timeout=60_000)
+    expect(second.locator('#stage .e3-steps-root[data-state="done"]')).to_be_visible(timeout=60_000)
     assert second.locator("#stage .e3-row").count() == len(fake.requests[-1].steps)
 
     # a step is frozen, guessed about, revealed
     presenter.get_by_label("Scenario", exact=True).select_option("first-look")
     presenter.get_by_role("button", name="Your turn: accept or reject?").click()
     for page, name in ((first, "Accept"), (second, "Reject")):
-        page.locator(f".e3-vote-{name.lower()}").click(timeout=20_000)
+        page.locator(f".e3-vote-{name.lower()}").click(timeout=60_000)
         expect(page.locator(f".e3-vote-{name.lower()}")).to_have_attribute("aria-pressed", "true")
     expect(presenter.locator(".e3-desk-tally")).to_contain_text("Accept 1 · Reject 1")
     assert screen.locator("#stage [data-mark]").count() == 0
@@ -160,21 +160,22 @@ def test_a_presenter_and_two_attendees(opened: Callable[..., Any], browser: Any)
     presenter.reload()
     presenter.locator("#e3-steps .e3-steps-root").wait_for(timeout=60_000)
     presenter.get_by_role("button", name="Run", exact=True).click()
-    expect(presenter.locator("#e3-steps .e3-steps-root")).to_have_attribute("data-state", "done", timeout=20_000)
+    expect(presenter.locator("#e3-steps .e3-steps-root")).to_have_attribute("data-state", "done", timeout=60_000)
     presenter.locator('#e3-steps .e3-row[data-step="4"] .e3-chip').first.click()
     presenter.get_by_role("tab", name="Workshop").click()
     expect(presenter.locator(".e3-desk-selection")).to_contain_text("step 4, token 1")
     presenter.get_by_role("button", name="Push the step").click()
-    expect(second.locator("#stage .e3-focus-row")).to_have_attribute("data-step", "4", timeout=5_000)
+    expect(second.locator("#stage .e3-focus-row")).to_have_attribute("data-step", "4", timeout=60_000)
 
     # the engine dies: a recording plays, and says so on every page
     fake.ready.clear()
     room.room.fall_back(room.room.lane)
     for page in (first, screen):
-        expect(page.locator(".e3-badge")).to_contain_text("Recording of Eagle3 BF16", timeout=5_000)
+        expect(page.locator(".e3-badge")).to_contain_text("Recording of Eagle3 BF16", timeout=60_000)
         expect(page.locator("#engine")).to_have_attribute("data-health", "down")
     sizes = first.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert sizes[0] <= sizes[1]
     for context in contexts:
         context.close()
-    assert faults == []
+    provoked = [fault for fault in faults if "403" in fault and "present/room/act" in fault]  # above, whenever the browser told it
+    assert [fault for fault in faults if fault not in provoked] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.errors import LabError
@@ -88,6 +88,7 @@ def test_a_full_line_says_so() -> None:
     assert line.waiting == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), max_size=40))
 def test_places_are_kept(seats: list[int]) -> None:
     """The n-th to be taken was told that it was n-th, and nobody is passed over for long: with s seats, every s turns."""

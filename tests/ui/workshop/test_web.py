@@ -54,7 +54,7 @@ def run(test: Callable[[House], Awaitable[None]], password: str | None = None) -
         house = House(password)
         await house.room.get_ready()
         try:
-            await asyncio.wait_for(test(house), 30)
+            await asyncio.wait_for(test(house), 120)
         finally:
             await house.room.close()
 
