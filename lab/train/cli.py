@@ -256,31 +256,35 @@ def mla(
     if tiny:
         plan = replace(plan, rank=4, steps=4, rows=2, held_out=1)
         texts = {name: (4, 96, seed) for name, (_, _, seed) in texts.items()}
-    found = {}
-    for name, (rows, length, seed) in texts.items():
-        if name == "mla-heal" and not heal:
-            continue
+
+    def text(name: str) -> Any:
+        """Written when it is wanted, so that a run that stops early has healed before it measures."""
+        rows, length, seed = texts[name]
         written = CorpusPlan(name, 1, rows, length, seed=seed, longest_user=32 if tiny else 220)
         (path,) = write_corpus(model, _work(work) / "corpus", folder, written, _say)
-        found[name] = torch.from_numpy(np.load(path)["ids"].astype(np.int64))
+        return torch.from_numpy(np.load(path)["ids"].astype(np.int64))
+
     original = Target.load(folder, "cpu", torch.float32)
-    layers = conversion.calibrate(original, found["mla-fit"], _say)
-    about: dict[str, Any] = {"conversion": conversion.measure(original, conversion.MlaTarget(original, layers), found["mla-test"])}
+    layers = conversion.calibrate(original, text("mla-fit"), _say)
+    plain = layers
+    about: dict[str, Any] = {}
     if heal:
         _say(f"healing: {plan.steps} steps of {plan.rows} rows for each of {len(layers)} layers")
         converted = [conversion.convert(original.shape, layer, made).to(place) for layer, made in zip(original.layers, layers, strict=True)]
         learner = original if place == "cpu" else Target.load(folder, place, torch.float32)
-        corrections, errors = healing.heal(learner, converted, found["mla-heal"].to(place), plan, _work(work) / "heal", _say)
+        corrections, errors = healing.heal(learner, converted, text("mla-heal").to(place), plan, _work(work) / "heal", _say)
         layers = [
             replace(made, correction={name: tensor.cpu() for name, tensor in correction.items()})
             for made, correction in zip(layers, corrections, strict=True)
         ]
         about |= {"heal": asdict(plan), "rows": texts["mla-heal"][:2], "device": _device_name(place), "layer_errors": errors}
+    about["conversion"] = conversion.measure(original, conversion.MlaTarget(original, plain), text("mla-test"))
     healed = conversion.MlaTarget(original, layers)
     for name in ("mla-test", "mla-long"):
-        about[name] = conversion.measure(original, healed, found[name])
+        ids = text(name)
+        about[name] = conversion.measure(original, healed, ids)
         _say(
-            f"{name}, contexts to {found[name].shape[1]}: top-1 agreement {about[name]['top1_agreement']:.1%}, "
+            f"{name}, contexts to {ids.shape[1]}: top-1 agreement {about[name]['top1_agreement']:.1%}, "
             f"KL {about[name]['kl_nats']:.4f} nats on {about[name]['tokens']:.0f} held-out tokens."
         )
     made = provenance.collect(target=folder.name, texts=texts, **about)
