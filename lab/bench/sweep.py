@@ -11,6 +11,7 @@ the lab, and the machine. The git revision is recorded but not part of it, or ev
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -106,16 +107,18 @@ class Plan:
             raise LabError(f"{self.low} is not a share of the lengths.", todo="Choose a number above 0, up to 1: published is 0.8.")
 
     def cells(self, *, together: bool = True) -> list[Cell]:
-        """Every cell in running order; `together`: whether all lanes' servers may be warm at once."""
+        """Every cell in running order, workload by workload and in each seed by seed; `together`: whether all lanes' servers may be warm
+        at once."""
         found = []
-        for seed, order in zip(self.seeds, pairs.turns(len(self.lanes), len(self.seeds), self.seeds[0]), strict=True):
-            places = [(workload, concurrency) for workload in self.workloads for concurrency in self.concurrencies]
+        rounds = [*zip(self.seeds, pairs.turns(len(self.lanes), len(self.seeds), self.seeds[0]), strict=True)]
+        for workload, (seed, order) in itertools.product(self.workloads, rounds):
+            places = [(workload, concurrency) for concurrency in self.concurrencies]
             if together:
                 # The next place takes the lanes backwards, so that none is always the one after a rest.
                 steps = [(lane, *place) for number, place in enumerate(places) for lane in (order if number % 2 == 0 else order[::-1])]
             else:
                 steps = [(lane, *place) for lane in order for place in places]
-            found += [self._cell(self.lanes[lane], workload, concurrency, seed) for lane, workload, concurrency in steps]
+            found += [self._cell(self.lanes[lane], which, concurrency, seed) for lane, which, concurrency in steps]
         return found
 
     def _cell(self, lane: Lane, workload: Workload, concurrency: int, seed: int) -> Cell:

@@ -112,11 +112,12 @@ def _as_mla(folder: Path, weights: Mla, say: Say, cancelled: Callable[[], bool] 
     if not recipe.is_file():
         raise LabError(f"The conversion recipe {weights.recipe} is not in this copy of the lab.", todo="Take a complete checkout or wheel.")
     source = {"kind": "mla", "sha256": hashlib.sha256(recipe.read_bytes()).hexdigest(), "of": provenance(str(original)).get("source")}
+    source |= {"values": weights.values} if weights.values else {}
     need = 2 * sum(path.stat().st_size for path in original.iterdir() if path.is_file())
 
     def make(output: Path) -> None:
         say("converting the target to MLA (once, about 10 s)")
-        argv = [sys.executable, "-m", "lab.checkpoints.mla", str(original), str(recipe), str(output)]
+        argv = [sys.executable, "-m", "lab.checkpoints.mla", str(original), str(recipe), str(output), "0", str(weights.values)]
         _child(argv, "The target could not be converted to MLA.", output, say, cancelled)
 
     return build(folder, source, make, need=need, say=say, cancelled=cancelled)

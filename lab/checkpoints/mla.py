@@ -1,7 +1,7 @@
-"""Write a Llama checkpoint in MLA form, in a process of its own: `python -m lab.checkpoints.mla ORIGINAL RECIPE OUTPUT [HEADS]`.
+"""Write a Llama checkpoint in MLA form, in a process of its own: `python -m lab.checkpoints.mla ORIGINAL RECIPE OUTPUT [HEADS [VALUES]]`.
 
-ORIGINAL and OUTPUT are folders, RECIPE is a file of `lab.train.mla.save`. HEADS, if given, adds zero heads up to that number, which changes
-no logits: for kernels that take 16 heads and not 9.
+ORIGINAL and OUTPUT are folders, RECIPE is a file of `lab.train.mla.save`. HEADS adds zero heads up to that number, VALUES zeros to each
+head's values up to that size (0: as they are). Neither changes the logits: for kernels that take 16 heads and not 9, or only certain sizes.
 
 The arithmetic is `lab.train.mla`'s, the names are `lab.train.deepseek`'s; this is the script around them, so that torch and its memory
 never enter the app. Progress goes to standard output, one line a stage. The process ends when its standard input closes, so it never
@@ -19,10 +19,10 @@ from pathlib import Path
 from lab.checkpoints.convert import end_with_parent
 
 
-def convert(original: Path, recipe: Path, output: Path, heads: int | None = None) -> None:
+def convert(original: Path, recipe: Path, output: Path, heads: int = 0, values: int = 0) -> None:
     """Convert the BF16 Llama checkpoint in `original` as `recipe` (a file of `lab.train.mla.save`) says, into the folder `output`.
 
-    With `heads`, zero heads fill up the model's own. Raises `LabError` for a file that is no recipe, and for fewer heads than there are.
+    With `heads` and `values`, zeros fill up the model's own. Raises `LabError` for a file that is no recipe, and for less than there is.
     About 10 s and 2 GB of memory for 135 million parameters.
     """
     print("loading PyTorch", flush=True)
@@ -38,8 +38,10 @@ def convert(original: Path, recipe: Path, output: Path, heads: int | None = None
     print("writing the MLA weights", flush=True)
     tensors = deepseek.checkpoint(load_file(original / "model.safetensors"), target.shape, target.layers, layers)
     config = deepseek.config(json.loads((original / "config.json").read_text(encoding="utf-8")))
-    if heads is not None:
+    if heads:
         tensors, config = deepseek.with_heads(tensors, config, heads)
+    if values:
+        tensors, config = deepseek.with_values(tensors, config, values)
     save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in original.iterdir():
@@ -49,4 +51,4 @@ def convert(original: Path, recipe: Path, output: Path, heads: int | None = None
 
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, daemon=True).start()
-    convert(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else None)
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:]))

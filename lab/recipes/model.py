@@ -63,6 +63,8 @@ class Mla:
 
     of: Checkpoint
     recipe: str
+    #: Size that zeros fill each head's values up to; 0 leaves them.
+    values: int = 0
 
 
 Weights = Hub | Gguf | Asset | QuarkFp8 | Cut | Mla

@@ -112,13 +112,16 @@ def smollm2_mla() -> Recipe:
 
 
 def smollm2_mla_gpu() -> Recipe:
-    """`smollm2-mla` on one GPU, whose MLA backends take the block sizes of the draft's attention: the plugin's backend is not needed."""
+    """`smollm2-mla` on one GPU, whose MLA backends take the block sizes of the draft's attention: the plugin's backend is not needed.
+
+    vLLM's prefill for MLA wants values of 128 numbers beside keys of 64 + 64, so zeros fill them up.
+    """
     on_gpu, on_cpu = smollm2_gpu(), smollm2_mla()
     return replace(
         on_gpu,
         name="smollm2-mla-gpu",
         title="SmolLM2-135M-Instruct, converted to MLA, on one GPU",
-        target=on_cpu.target,
+        target=Checkpoint("smollm2-135m-mla-values-128", Mla(TARGET, "mla/smollm2-135m.safetensors", values=128)),
         max_model_len=on_cpu.max_model_len,
         notes=(*on_gpu.notes, *on_cpu.notes),
         sources={

@@ -77,3 +77,22 @@ def with_heads(tensors: Mapping[str, Tensor], config: Mapping[str, Any], heads: 
         elif part == "o_proj":
             wider[name] = F.pad(tensor, (0, more * value))
     return wider, {**config, "num_attention_heads": heads, "num_key_value_heads": heads}
+
+
+def with_values(tensors: Mapping[str, Tensor], config: Mapping[str, Any], size: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `checkpoint` and `config` made, with each head's values filled up with zeros to `size`, and zero columns that read them.
+
+    The logits and the cache stay as they are. For prefill kernels of vLLM that take only certain sizes
+    (`vllm/v1/attention/backends/mla/prefill`: keys of 64 + 64 go with values of 128). Raises `LabError` for a smaller size than there is.
+    """
+    before, heads = config["v_head_dim"], config["num_attention_heads"]
+    if size < before:
+        raise LabError(f"The model's values have {before} numbers a head, more than {size}.", todo="Ask for at least as many.")
+    wider = dict(tensors)
+    for name, tensor in tensors.items():
+        part = name.rpartition(".self_attn.")[2].removesuffix(".weight")
+        if part == "kv_b_proj":  # for each head the key, then the value
+            wider[name] = F.pad(tensor.unflatten(0, (heads, -1)), (0, 0, 0, size - before)).flatten(0, 1)
+        elif part == "o_proj":
+            wider[name] = F.pad(tensor.unflatten(1, (heads, before)), (0, size - before)).flatten(1)
+    return wider, {**config, "v_head_dim": size}
