@@ -1,7 +1,8 @@
 """A sweep as a plan: lanes x workloads x concurrencies x seeds, each combination a cell with a key made from everything that defines it.
 
-Order: one round a seed; within a round every workload and concurrency is measured on all lanes, one lane after the other, in an order that
-is random in even rounds and reversed in odd ones (`pairs.turns`), so that drift hits all alike. Where the lanes do not fit into memory
+Order: workload by workload, so that a sweep that is stopped leaves whole ones; of each, one round a seed, in which every concurrency is
+measured on all lanes, one lane after the other, in an order that is random in even rounds and reversed in odd ones (`pairs.turns`), so that
+drift hits all alike. Where the lanes do not fit into memory
 together (one GPU), a round takes lane by lane instead, since a start takes longer than many cells.
 
 A cell's key is the SHA-256 of its definition: lane and recipe, weights, workload (with the prompts' own sum), load, versions of vLLM and

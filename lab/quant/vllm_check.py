@@ -47,13 +47,40 @@ def _quantisation(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def reading(parsed: Any, name: str) -> str | None:
+    """How vLLM reads the linear layer `name`: None for "as it is", "ptpc_fp8", or its own words for anything else.
+
+    `parsed` is vLLM's QuarkConfig; raises what it raises for a scheme that it has no kernels for.
+    """
+    import torch
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.quark.schemes import QuarkW8A8Fp8
+    from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
+
+    if hasattr(parsed, "get_quant_method_target"):
+        from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
+
+        weights, activations, method = parsed.get_quant_method_target(name, LinearBase)
+        if method is UnquantizedLinearMethod:
+            return None
+        scheme = parsed.get_scheme_cls(LinearBase, name)[-1]
+        right = scheme is QuarkW8A8Fp8 and (weights, activations) == (kFp8StaticChannelSym, kFp8DynamicTokenSym)
+        return "ptpc_fp8" if right else f"{scheme.__name__} with {weights}, {activations}"
+    # vLLM 0.26 and its like: the same decisions, made in `get_quant_method` and `get_scheme` from these parts
+    if should_ignore_layer(name, ignore=parsed.quant_config["exclude"], fused_mapping=parsed.packed_modules_mapping):
+        return None
+    found = parsed._find_matched_config(name, torch.nn.Module())
+    weights, activations = found.get("weight"), found.get("input_tensors")
+    if not parsed._is_fp8_w8a8(weights, activations):
+        return type(parsed._get_scheme_from_config(found)).__name__
+    schemes = (weights["qscheme"], activations["qscheme"], bool(activations.get("is_dynamic")))
+    return "ptpc_fp8" if schemes == ("per_channel", "per_channel", True) else f"FP8 with {', '.join(map(str, schemes))}"
+
+
 def check(folder: Path) -> str:
     """vLLM's version, or the `LabError` that says what vLLM would not accept or would misread."""
     import vllm
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
-    from vllm.model_executor.layers.quantization.quark.schemes import QuarkW8A8Fp8
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
 
     draft = read_draft(folder)
     todo = "Please report this with the versions of amd-quark and vllm."
@@ -62,19 +89,17 @@ def check(folder: Path) -> str:
         parsed.packed_modules_mapping = dict(FUSED)
         for weight in draft.linears:
             name, quantised = vllm_name(weight), draft.tensors[weight].dtype == "F8_E4M3"
-            weights, activations, method = parsed.get_quant_method_target(name, LinearBase)
-            if not quantised and method is not UnquantizedLinearMethod:
+            found = reading(parsed, name)
+            if not quantised and found is not None:
                 why = f"Its exclude patterns do not match {name}."
                 raise LabError(f"vLLM would load {weight} as FP8, which it is not.", why=why, todo=todo)
-            if quantised and method is UnquantizedLinearMethod:
+            if quantised and found is None:
                 raise LabError(
                     f"vLLM would load {weight} unquantised, although it is FP8.", why=f"An exclude pattern matches {name}.", todo=todo
                 )
-            if quantised:
-                scheme = parsed.get_scheme_cls(LinearBase, name)[-1]
-                if scheme is not QuarkW8A8Fp8 or (weights, activations) != (kFp8StaticChannelSym, kFp8DynamicTokenSym):
-                    raise LabError(f"vLLM reads {weight} as {scheme.__name__} with {weights}, {activations}, not as ptpc_fp8.", todo=todo)
-    except (ValueError, NotImplementedError, KeyError, TypeError) as error:
+            if quantised and found != "ptpc_fp8":
+                raise LabError(f"vLLM reads {weight} as {found}, not as ptpc_fp8.", todo=todo)
+    except (ValueError, NotImplementedError, KeyError, TypeError, AttributeError) as error:
         raise LabError("vLLM cannot serve this quantisation scheme.", why=f"{type(error).__name__}: {error}.", todo=todo) from error
     return str(vllm.__version__)
 

@@ -88,10 +88,23 @@ def test_every_form(made):
             assert not back[3].any()
 
 
-def test_vllm_reads_every_form(made):
+OLDER = "as vLLM 0.26 answers"
+
+
+def without_the_question(monkeypatch, asked):
+    """Take the method away that vLLM got after 0.26, so that the check asks the parts that were there before."""
+    from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
+
+    if asked == OLDER:
+        monkeypatch.delattr(QuarkConfig, "get_quant_method_target")
+
+
+@pytest.mark.parametrize("asked", ["by its own method", OLDER])
+def test_vllm_reads_every_form(made, asked, monkeypatch):
     pytest.importorskip("vllm")
     from lab.quant.vllm_check import check
 
+    without_the_question(monkeypatch, asked)
     stage, _, _ = made
     assert check(stage / "draft")
 
@@ -106,10 +119,12 @@ def test_vllm_reads_every_form(made):
         ("no export key", "cannot serve this quantisation scheme"),
     ],
 )
-def test_vllm_check_finds_faults(draft, tmp_path, fault, words):
+@pytest.mark.parametrize("asked", ["by its own method", OLDER])
+def test_vllm_check_finds_faults(draft, tmp_path, fault, words, asked, monkeypatch):
     pytest.importorskip("vllm")
     from lab.quant.vllm_check import check
 
+    without_the_question(monkeypatch, asked)
     stage = tmp_path / "stage"
     stage.mkdir()
     draft.rename(stage / "source")
