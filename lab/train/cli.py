@@ -1,7 +1,8 @@
 """`eagle3-lab train`: write the corpus, train the draft, write its card. Every part resumes where an interruption left it.
 
-The shipped draft was made by `eagle3-lab train all` with the defaults below on one GPU; on a CPU the same command runs with `--tiny`, which
-proves the path and trains nothing worth using. The target is the checkpoint that `make lab` prepared, or `--target`.
+`eagle3-lab train all` does it with the defaults below on one GPU; on a CPU the same command runs with `--tiny`, which proves the path and
+trains nothing worth using. The shipped draft is older than these corpora: its card says which plan made it. The target is the checkpoint
+that `make lab` prepared, or `--target`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _say(line: str) -> None:
 
 
 def corpus_plans(tiny: bool) -> tuple[CorpusPlan, ...]:
-    """The corpora of the shipped draft, or tiny ones: short rows, mostly first turns, of chat and of maths and code; and long rows."""
+    """The corpora, or tiny ones: short rows, mostly first turns, of chat and of maths and code; and long conversations."""
     from lab.train.corpus import CorpusPlan
 
     chat, work = (0.9, 0.05, 0.05), (0.05, 0.45, 0.5)
@@ -82,7 +83,7 @@ def layers_of(levels: Sequence[str], default: tuple[int, int, int], most: int) -
 
 
 def train_plan(tiny: bool, levels: tuple[int, ...] = ()) -> TrainPlan:
-    """The run that made the shipped draft, or a tiny one."""
+    """The run: some 364 million tokens, ten minutes of an H200; or a tiny one."""
     from lab.train.loop import TrainPlan
 
     shares = (("chat", 0.56), ("work", 0.34), ("long", 0.1))
@@ -231,7 +232,8 @@ def mla(
 ) -> None:
     """Convert the target to MLA and heal it, on text that it writes itself; say how far the converted model is from it.
 
-    On a GPU some ten minutes. On two CPU cores about an hour with fewer steps and less text, which heals less. Goes on where it stopped.
+    On an H200 some eight minutes. On two CPU cores about half an hour with fewer steps and less text, which heals less. Goes on where it
+    stopped.
     """
     torch = require("torch", "Converting the target")
     from dataclasses import asdict, replace
