@@ -1,8 +1,9 @@
 """`eagle3-lab record`: the named recordings that play where no engine is installed, made anew from real runs.
 
 A recording is an ordinary trace file of one request with its provenance. `RECORDINGS` says which there are and why; the shipped ones in
-`assets/traces` were made by this command, and a test holds their names, prompts and lanes against it. The prompts that are good and bad for
-speculation were chosen by measuring (the files say what came out); nothing in a recording is edited.
+`assets/traces` were made by this command, and a test holds their names, prompts and lanes against it; one that names a machine (`-h200`)
+was made there by a field test. The prompts that are good and bad for speculation were chosen by measuring (the files say what came out);
+nothing in a recording is edited.
 
 Limits: one greedy answer each, on the machine that its provenance names: its speed is that machine's.
 """

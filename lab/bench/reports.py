@@ -15,11 +15,11 @@ from lab.bench.result import VERSION
 from lab.env import assets
 from lab.errors import LabError
 
-#: The duel with a control draft that was trained on the last level alone; it is not there until somebody has trained one.
+#: The duel of a control draft, trained on the last level alone, with one trained alike on all; it is not there until somebody made it.
 CONTROL = "duel-last-level-only.json"
 NO_CONTROL = (
-    "Not measured yet: a control draft trained on the last level alone, which would say what the other levels are worth. It takes a GPU:"
-    " eagle3-lab train draft --level last --output DRAFT, then eagle3-lab duel bf16 DRAFT."
+    "Not measured yet: a control draft trained on the last level alone, beside one trained alike on all three, which would say what the"
+    " other levels are worth. It takes a GPU: eagle3-lab train draft --level last; assets/measured/README.md has all commands."
 )
 
 

@@ -1,9 +1,8 @@
 """A sweep as a plan: lanes x workloads x concurrencies x seeds, each combination a cell with a key made from everything that defines it.
 
 Order: workload by workload, so that a sweep that is stopped leaves whole ones; of each, one round a seed, in which every concurrency is
-measured on all lanes, one lane after the other, in an order that is random in even rounds and reversed in odd ones (`pairs.turns`), so that
-drift hits all alike. Where the lanes do not fit into memory
-together (one GPU), a round takes lane by lane instead, since a start takes longer than many cells.
+measured on all lanes, one lane after the other, in an order that is random in even rounds and reversed in odd ones (`pairs.turns`), so
+that drift hits all alike. Where the lanes do not fit into memory together (one GPU), one round a seed takes all workloads lane by lane
 
 A cell's key is the SHA-256 of its definition: lane and recipe, weights, workload (with the prompts' own sum), load, versions of vLLM and
 the lab, and the machine. The git revision is recorded but not part of it, or every commit would measure everything anew.
@@ -112,8 +111,9 @@ class Plan:
         at once."""
         found = []
         rounds = [*zip(self.seeds, pairs.turns(len(self.lanes), len(self.seeds), self.seeds[0]), strict=True)]
-        for workload, (seed, order) in itertools.product(self.workloads, rounds):
-            places = [(workload, concurrency) for concurrency in self.concurrencies]
+        loads = [(one,) for one in self.workloads] if together else [self.workloads]
+        for workloads, (seed, order) in itertools.product(loads, rounds):
+            places = [(workload, concurrency) for workload in workloads for concurrency in self.concurrencies]
             if together:
                 # The next place takes the lanes backwards, so that none is always the one after a rest.
                 steps = [(lane, *place) for number, place in enumerate(places) for lane in (order if number % 2 == 0 else order[::-1])]

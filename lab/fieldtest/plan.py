@@ -3,7 +3,8 @@
 Where one server fills the machine (a GPU) the stages go lane by lane, so that each lane is started once: its answers for the losslessness
 check, then its cells; then the reference, which judges, and last the traced variants, each a lane of its own (tracing switches off async
 scheduling, so their speed is not the recipe's). Where all lanes fit together, the traced ones, which show in minutes whether steps are
-right, come first, and every concurrency is one stage of all lanes in turns; a reference that fits beside them judges before the sweep.
+right, come first, and every load at every concurrency is one stage of all lanes in turns; a reference that fits beside them judges before
+the sweep.
 
 Estimates: a start takes what starts took so far in this test, else a round number; a cell's tokens come at the published rate of the same
 target where there is one, else at a guess; and once stages of a kind are done, by what they really took. They are labelled as estimates.

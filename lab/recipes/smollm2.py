@@ -85,7 +85,7 @@ def smollm2_gpu() -> Recipe:
 def smollm2_mla() -> Recipe:
     """The same target with its attention in DeepSeek's form (MLA), beside which a Llama-type draft needs the plugin's attention backend.
 
-    Healed layer by layer: about one first choice in seventeen is another than the original's (assets/mla/README.md). The draft is the
+    Healed layer by layer: about one first choice in twenty-three is another than the original's (assets/mla/README.md). The draft is the
     original's: it is accepted as often here.
     """
     base = smollm2()

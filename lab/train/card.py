@@ -106,9 +106,9 @@ def earlier(origin: dict[str, Any]) -> str:
     """A line on the draft that a run went on from, if it did."""
     if "start" not in origin:
         return ""
-    before = origin["start"]["provenance"]
-    seen = f", trained on {before['plan']['steps'] * before['plan']['tokens'] / 1e6:,.0f} million tokens" if before else ""
-    return f"It went on from an earlier draft (SHA-256 {origin['start']['sha256'][:16]}…{seen}), with a corpus of its own.\n"
+    plan = (origin["start"]["provenance"] or {}).get("plan")  # not every draft was trained here
+    seen = f", trained on {plan['steps'] * plan['tokens'] / 1e6:,.0f} million tokens" if plan else ""
+    return f"It went on from an earlier draft (SHA-256 {origin['start']['sha256'][:16]}…{seen}).\n"
 
 
 def write_card(folder: Path, title: str) -> Path:

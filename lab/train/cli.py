@@ -7,7 +7,6 @@ that `make lab` prepared, or `--target`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -83,7 +82,7 @@ def layers_of(levels: Sequence[str], default: tuple[int, int, int], most: int) -
 
 
 def train_plan(tiny: bool, levels: tuple[int, ...] = ()) -> TrainPlan:
-    """The run: some 364 million tokens, ten minutes of an H200; or a tiny one."""
+    """The run: some 364 million tokens, 13 minutes of an H200 at the shipped draft's pace; or a tiny one."""
     from lab.train.loop import TrainPlan
 
     shares = (("chat", 0.56), ("work", 0.34), ("long", 0.1))
@@ -158,8 +157,10 @@ def draft(
     budget: Budget = None,
     level: Levels = None,
     only: Only = None,
-    steps: Annotated[int, typer.Option("--steps", help="A shorter run than the shipped draft's, to compare settings.", min=0)] = 0,
-    start: Annotated[Path | None, typer.Option("--start", help="An earlier draft of the same shape to go on from.")] = None,
+    steps: Annotated[int, typer.Option("--steps", help="A run of so many steps, to compare settings (default: the plan's).", min=0)] = 0,
+    start: Annotated[
+        Path | None, typer.Option("--start", help="An earlier draft of the same shape to go on from.", exists=True, file_okay=False)
+    ] = None,
 ) -> None:
     """Train the draft on the corpora, and write checkpoint, log and card when it is finished."""
     from lab.train.loop import Trainer
@@ -172,7 +173,8 @@ def draft(
     plan = train_plan(tiny, layers)
     wanted = _chosen(only, [name for name, _ in plan.corpora])
     plan = replace(plan, steps=steps or plan.steps, corpora=tuple(one for one in plan.corpora if one[0] in wanted))
-    run = _work(work) / "-".join(["run", *map(str, layers), *([f"{steps}-steps"] if steps else [])])
+    chosen = [name for name, _ in plan.corpora] if only else []
+    run = _work(work) / "-".join(["run", *map(str, layers), *chosen, *([f"{steps}-steps"] if steps else [])])
     trainer = Trainer(plan, model, _work(work) / "corpus", run, _say, start)
     if not trainer.run(budget):
         return
@@ -183,7 +185,7 @@ def draft(
         coverage=trainer.coverage,
         corpus_tokens=int(sum(part.ids.numel() for part in trainer.corpora)),
         corpus=[json.loads((_work(work) / "corpus" / f"{name}.json").read_text())["plan"] for name, _ in plan.corpora],
-        **({} if start is None else {"start": _origin(start)}),
+        **({} if start is None else {"start": _origin(start, trainer.start)}),
     )
     _finish(trainer, run, output, made)
     _say(f"The draft is in {output}.")
@@ -205,13 +207,10 @@ def _finish(trainer: Trainer, run: Path, output: Path, made: dict[str, Any]) -> 
         shutil.rmtree(half, ignore_errors=True)
 
 
-def _origin(start: Path) -> dict[str, Any]:
+def _origin(start: Path, sha256: str) -> dict[str, Any]:
     """What is known of the draft that a run went on from: the sum of its weights, and its own provenance."""
     described = start / "provenance.json"
-    return {
-        "sha256": hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest(),
-        "provenance": json.loads(described.read_text()) if described.exists() else None,
-    }
+    return {"sha256": sha256, "provenance": json.loads(described.read_text()) if described.exists() else None}
 
 
 def _device_name(device: str) -> str:
@@ -232,8 +231,7 @@ def mla(
 ) -> None:
     """Convert the target to MLA and heal it, on text that it writes itself; say how far the converted model is from it.
 
-    On an H200 some eight minutes. On two CPU cores about half an hour with fewer steps and less text, which heals less. Goes on where it
-    stopped.
+    Some minutes on an H200; up to an hour on two CPU cores, with fewer steps and less text, which heals less. Goes on where it stopped.
     """
     torch = require("torch", "Converting the target")
     from dataclasses import asdict, replace
@@ -303,7 +301,7 @@ def everything(
     device: Device = "",
     tiny: Tiny = False,
 ) -> None:
-    """Corpus, then draft, then card: what made the shipped draft. Run it again after an interruption."""
+    """Corpora, then draft, then card. Run it again after an interruption."""
     if output.exists():
         raise LabError(f"{output} exists already.", todo="Choose another folder, or remove it.")
     corpus(target, work, device, tiny)

@@ -12,6 +12,7 @@ evaluation, hit rates on held-out rows. One record a line: step, tokens, seconds
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from lab.train.unroll import Attention, unroll
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Settings of a run; two runs with equal plans and corpora are the same run."""
+    """Settings of a run; two runs with equal plans, corpora and starts are the same run."""
 
     #: Corpora by name, and the share of steps that each gets.
     corpora: tuple[tuple[str, float], ...] = (("main", 1.0),)
@@ -164,6 +165,8 @@ class Trainer:
     ) -> None:
         """`start`: checkpoint of an earlier draft of this shape to go on from (its optimiser's state is not part of it)."""
         self.plan, self.target, self.folder, self.say = plan, target, folder, say
+        #: SHA-256 of the earlier draft's weights, "" for none: part of what makes two runs the same.
+        self.start = "" if start is None else hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest()
         self.device = target.embed_VH.device
         folder.mkdir(parents=True, exist_ok=True)
         self.corpora = []
@@ -217,6 +220,7 @@ class Trainer:
         """Save the run's state, atomically."""
         state = {
             "plan": asdict(self.plan),
+            "start": self.start,
             "draft": self.draft.state_dict(),
             "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
             "step": self.step,
@@ -226,11 +230,11 @@ class Trainer:
             torch.save(state, temporary)
 
     def restore(self) -> None:
-        """Go on from a saved state, if there is one made by the same plan."""
+        """Go on from a saved state, if there is one made by the same plan from the same start."""
         if not self.state_path.exists():
             return
         state = torch.load(self.state_path, map_location=self.device, weights_only=True)
-        if state["plan"] != asdict(self.plan):
+        if (state["plan"], state.get("start", "")) != (asdict(self.plan), self.start):
             raise LabError(
                 f"{self.folder} holds a run with other settings.", todo="Choose another folder, or delete this one to start again."
             )

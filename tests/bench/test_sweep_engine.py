@@ -54,6 +54,9 @@ def test_two_cells(tmp_path: Path) -> None:
     # once more, traced: the same prompts, so about the same acceptance (near-ties part some answers), and the share without loops
     found = random["eagle3_lab_without_loops"]
     assert found["all_steps"]["drafts"] == pytest.approx(random["eagle3_lab_drafts"], rel=0.4)
+    # tokens of all drafts: as many whatever near-ties do, since the lengths are given; warm-ups would add half as many again
+    traced = found["all_steps"]["drafts"] * found["all_steps"]["mean_acceptance_length"]["value"]
+    assert traced == pytest.approx(random["eagle3_lab_drafts"] * random["eagle3_lab_mean_acceptance_length"], rel=0.15)
     assert found["all_steps"]["mean_acceptance_length"]["value"] == pytest.approx(random["eagle3_lab_mean_acceptance_length"], abs=0.6)
     assert 0 < found["without_repeated_8grams"]["drafts"] <= found["all_steps"]["drafts"]
     assert "eagle3_lab_without_loops" not in mine

@@ -140,6 +140,8 @@ def test_training_goes_on_from_an_earlier_draft(corpus: Path, target: Target, tm
     other = plan(levels=(2,))
     with pytest.raises(LabError, match="another shape"):
         Trainer(other, target, corpus, tmp_path / "other", quiet, tmp_path / "draft")
+    with pytest.raises(LabError, match="other settings"):  # the finished run did not start there
+        Trainer(plan(), target, corpus, tmp_path / "first", quiet, tmp_path / "draft")
 
 
 def plan(**changes: object) -> TrainPlan:

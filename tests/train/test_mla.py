@@ -105,24 +105,31 @@ def test_the_checkpoint_is_the_model_that_was_measured(
     assert tensors["lm_head.weight"].abs().sum() > 0
 
 
-def test_zero_heads_change_nothing(grouped_target: Path, layers: list[mla.LayerRecipe], ids: torch.Tensor, tmp_path: Path) -> None:
-    """The script's optional fourth argument: transformers' DeepSeek-V3 gives the same logits with 16 heads as with the model's 4."""
+def test_zero_heads_and_values_change_nothing(
+    grouped_target: Path, layers: list[mla.LayerRecipe], ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """The script's optional arguments: transformers' DeepSeek-V3 gives the same logits with 16 heads as with the model's 4, and with values
+    of 48 numbers."""
     from transformers import AutoModelForCausalLM
 
     from lab.checkpoints.mla import convert
 
     mla.save(tmp_path / "r.safetensors", layers, {})
     logits = []
-    for name, heads in (("own", None), ("wider", 16)):
+    for name, heads, values in (("own", 0, 0), ("wider", 16, 0), ("longer", 0, 48), ("both", 16, 48)):
         (tmp_path / name).mkdir()
-        convert(grouped_target, tmp_path / "r.safetensors", tmp_path / name, heads)
+        convert(grouped_target, tmp_path / "r.safetensors", tmp_path / name, heads, values)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
         assert model.config.num_attention_heads == (heads or 4)
+        assert not values or model.config.v_head_dim == values
         with torch.no_grad():
             logits.append(model(ids).logits)
-    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+    for found in logits[1:]:
+        torch.testing.assert_close(found, logits[0], rtol=1e-5, atol=1e-5)
     with pytest.raises(LabError, match="4 heads, more than 2"):
         convert(grouped_target, tmp_path / "r.safetensors", tmp_path / "own", 2)
+    with pytest.raises(LabError, match="numbers a head, more than 2"):
+        convert(grouped_target, tmp_path / "r.safetensors", tmp_path / "own", 0, 2)
 
 
 def test_a_model_is_like_itself(target: Target, ids: torch.Tensor) -> None:
