@@ -160,7 +160,8 @@ def collect(options: argparse.Namespace) -> None:
     wheels.mkdir(parents=True, exist_ok=True)
     there = names(options.have.read_text(encoding="utf-8")) if options.have else set()
     left = set() if options.all else set(UNUSED)
-    left = (left - names("\n".join(options.also))) | {normal(one) for one in options.without}
+    left -= set(resolve(options.also, options.python)) if options.also else set()
+    left |= {normal(one) for one in options.without}
     found = resolve([options.engine, *LAB, *options.also], options.python)
     lines = [f"{name}=={version}" for name, version in sorted(found.items()) if name not in there | left]
     print(f"  {len(found)} packages are needed, {len(found.keys() & there)} are there, {len(found.keys() & left - there)} are left out")
