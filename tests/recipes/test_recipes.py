@@ -29,6 +29,17 @@ def lanes(recipe: Recipe) -> list[Lane]:
     ]
 
 
+def test_a_cpu_without_avx512_computes_in_float32(tmp_path: Path) -> None:
+    told = tmp_path / "cpuinfo"
+    told.write_text("processor\t: 0\nflags\t\t: fpu sse4_2 avx2 fma\n")
+    assert cpu.dtype(told) == "float32"
+    told.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma avx512f avx512_bf16\n")
+    assert cpu.dtype(told) == "bfloat16"
+    told.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")
+    assert cpu.dtype(told) == "bfloat16", "an Arm processor"
+    assert cpu.dtype(tmp_path / "none") == "bfloat16"
+
+
 def test_an_unknown_recipe_lists_the_known() -> None:
     with pytest.raises(LabError, match="smollm2"):
         recipes.get("nonsense")

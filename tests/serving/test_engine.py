@@ -227,7 +227,7 @@ def test_two_lanes(recipe: Recipe, gone: Gone) -> None:
                 pytest.fail("a server without the plugin was not said to be one")
             servers = [entry.server for entry in lanes._entries.values() if entry.server]
             memory = sum(server.memory(0) for server in servers)
-            assert memory < 4.4e9, f"both lanes take {memory / 1e9:.2f} GB"
+            assert memory < 2 * recipe.memory_bytes, f"both lanes take {memory / 1e9:.2f} GB"
 
             await check_death(lanes, traced, gone)
         assert all(gone(server, 0.0) for server in servers)
