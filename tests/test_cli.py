@@ -63,7 +63,8 @@ def test_dry_run_prints_a_command_for_a_shell(command: Any, tmp_path: Path) -> N
     code, out, _ = command("serve", "smollm2", "--draft", "bf16", "-k", "2", "--compiled", "--port", "8123", "--dry-run")
     assert code == 0
     words = shlex.split(out.replace("\\\n", " "), comments=True)
-    assert all(line.endswith("\\") for line in out.splitlines()[:-1])  # one command
+    lines = [line for line in out.splitlines() if not line.startswith("#")]  # a note, on a processor without AVX-512
+    assert all(line.endswith("\\") for line in lines[:-1])  # one command
     assert words[words.index("serve") + 1] == str(tmp_path / "cache" / "checkpoints" / "smollm2-135m-instruct")
     assert words[words.index("--port") + 1] == "8123"
     assert json.loads(words[words.index("--speculative-config") + 1])["num_speculative_tokens"] == 2

@@ -58,7 +58,15 @@ def test_parts_become_the_folder_again(script: ModuleType, tmp_path: Path, monke
     (draft / "config.json").write_text("{}")
     have = tmp_path / "there.txt"
     have.write_text("torch==2.11.0\n")
-    options: dict[str, Any] = {"engine": "vllm==0.26.0", "python": "3.12", "without": ["pydantic"], "drop": [], "all": False, "parts": 0}
+    options: dict[str, Any] = {
+        "engine": "vllm==0.26.0",
+        "python": "3.12",
+        "without": ["pydantic"],
+        "also": [],
+        "drop": [],
+        "all": False,
+        "parts": 0,
+    }
     folder = tmp_path / "gpu"
     script.collect(argparse.Namespace(folder=folder, have=have, **options))
     lines = [word for word in fetched[0] if "==" in word]
