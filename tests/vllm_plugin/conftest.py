@@ -97,6 +97,7 @@ def client() -> Iterator[Client]:
     """A server of the default recipe with K = 3, its KV cache cut to some 1,400 tokens, prefill to chunks of 160 tokens."""
     pytest.importorskip("vllm")
     from lab import checkpoints
+    from lab.recipes import cpu
     from lab.recipes.smollm2 import DRAFT, smollm2
     from lab.serving.command import Lane, command
     from lab.serving.process import Server, free_port, launcher, trace_socket
@@ -114,7 +115,8 @@ def client() -> Iterator[Client]:
         launcher=launcher(),
         trace_socket=trace_socket(port),
     )
-    awkward = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "33000000", "--max-num-batched-tokens", "160", "--max-num-seqs", "12"]
+    room = str(33_000_000 * (2 if cpu.dtype() == "float32" else 1))  # as many tokens in either type
+    awkward = ["--max-model-len", "1024", "--kv-cache-memory-bytes", room, "--max-num-batched-tokens", "160", "--max-num-seqs", "12"]
     made = replace(made, argv=(*made.argv, *awkward), environment={**made.environment, "VLLM_API_KEY": KEY})
     with Server(made, port=port, name="test-plugin", model=lane.recipe.name) as server:
         yield Client(server.url, lane.recipe.name)
