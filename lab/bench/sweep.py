@@ -2,7 +2,8 @@
 
 Order: workload by workload, so that a sweep that is stopped leaves whole ones; of each, one round a seed, in which every concurrency is
 measured on all lanes, one lane after the other, in an order that is random in even rounds and reversed in odd ones (`pairs.turns`), so
-that drift hits all alike. Where the lanes do not fit into memory together (one GPU), one round a seed takes all workloads lane by lane
+that drift hits all alike. Where the lanes do not fit into memory together (one GPU), a round takes all workloads lane by lane,
+since a start takes longer than many cells.
 
 A cell's key is the SHA-256 of its definition: lane and recipe, weights, workload (with the prompts' own sum), load, versions of vLLM and
 the lab, and the machine. The git revision is recorded but not part of it, or every commit would measure everything anew.

@@ -80,7 +80,7 @@ def sweep(
     lanes += [Lane(chosen, one, depth, mode, False, tp) for one in drafts for depth in k or [chosen.default_k(one)]]
     plan = Plan(
         lanes=tuple(lanes),
-        workloads=(*_files(kind or [], prompts or [], max_tokens), *lengths_of(lengths)),
+        workloads=(*lengths_of(lengths), *_files(kind or [], prompts or [], max_tokens)),
         concurrencies=tuple(numbers(concurrency, "concurrency")),
         seeds=tuple(numbers(seeds, "seeds", least=0, most=1 << 31)),
         prompts_per=prompts_per,

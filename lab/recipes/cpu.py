@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,10 +75,11 @@ def openmp(places: Sequence[str] = (f"{sys.prefix}/lib/libiomp5.so", "/usr/lib/*
 def dtype(information: Path = Path("/proc/cpuinfo")) -> str:
     """The type to compute in on this processor: bfloat16, or float32 on an x86 one that has no AVX-512."""
     try:
-        flags = re.search(r"^flags\s*:(.*)$", information.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        with information.open(encoding="utf-8", errors="replace") as lines:  # the first processor's: the kernel makes the others on demand
+            flags = next((line.split() for line in lines if line.startswith("flags")), None)
     except OSError:
         return "bfloat16"
-    return "float32" if flags and "avx512f" not in flags[1].split() else "bfloat16"
+    return "float32" if flags and "avx512f" not in flags else "bfloat16"
 
 
 def environment() -> dict[str, str]:

