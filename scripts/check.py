@@ -19,7 +19,7 @@ CHECKS = (
     ("mypy", ["mypy"]),
     ("mypy, scripts", ["mypy", "app.py", "scripts/setup.py", "scripts/lock.py", "scripts/check.py", "scripts/notebooks.py"]),
     ("import rules", ["lint-imports"]),
-    ("pytest", ["pytest"]),
+    ("pytest", ["pytest", "--durations=20", "--durations-min=10"]),
 )
 
 

@@ -27,6 +27,9 @@ MOST = 1.0
 CLOSE = 2.0
 #: What counts as a near-tie where nothing was measured on this machine: one step of BF16 for logits between 16 and 32.
 UNMEASURED = 0.125
+#: What the reading itself cannot tell apart, in nats: log-probabilities come in float32, whose steps between 32 and 64 are 4e-6.
+#: In float32 the margins of a few answers may not have moved at all.
+FINEST = 1e-5
 
 Verdict = Literal["identical", "near-tie", "real difference"]
 
@@ -42,7 +45,7 @@ class Noise:
     @property
     def threshold(self) -> float:
         """Regret up to which a token counts as a near-tie, in nats."""
-        return self.largest
+        return max(self.largest, FINEST)
 
 
 def _moved(one: Mapping[int, float], other: Mapping[int, float]) -> float | None:

@@ -19,6 +19,9 @@ FP8 per token as well -0.006 [-0.009, -0.002]. Rounding them buys nothing and co
 The op misreads E4M3's subnormal codes (code 0 as 2^-7, m * 2^-9 as 2^-7 + m * 2^-10). `readable` replaces each by the code that is read
 nearest, which leaves at most 2^-7 * scale per weight, 1/57344 of the largest weight its channel can hold.
 
+Float32. A CPU without AVX-512 computes in float32 (`lab/recipes/cpu.py`), where layers are widened. vLLM's Quark configuration names
+float16 and bfloat16 only, since its GPU kernels know no other type; `register` adds float32.
+
 Limits: bfloat16 for the packed way, K and N multiples of 32 (vLLM's op aborts the process on some other sizes and types, and on no rows).
 ROCm and CUDA never see this kernel.
 """
@@ -31,6 +34,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import FP8ScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig, register_linear_kernel
+from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import PlatformEnum, current_platform
@@ -158,6 +162,11 @@ class ChannelFp8CpuLinearKernel(FP8ScaledMMLinearKernel):
         raise NotImplementedError
 
 
+def _types(_: type[QuarkConfig]) -> list[torch.dtype]:
+    """Types that a Quark checkpoint computes in on a CPU; vLLM refuses to start with others."""
+    return [torch.float16, torch.bfloat16, torch.float32]
+
+
 def register() -> None:
     """Put the kernel before vLLM's slow one on a CPU; do nothing elsewhere, or when called again.
 
@@ -168,6 +177,7 @@ def register() -> None:
         return
     if not hasattr(torch.ops.vllm, OP):
         direct_register_custom_op(OP, fp8_linear, fake_impl=_fp8_linear_shape, dispatch_key="CPU")
+    QuarkConfig.get_supported_act_dtypes = classmethod(_types)
     table = getattr(linear, "_POSSIBLE_FP8_KERNELS", {}).get(PlatformEnum.CPU, [])
     if ChannelFp8CpuLinearKernel not in table:
         register_linear_kernel(ChannelFp8CpuLinearKernel, PlatformEnum.CPU, "fp8")

@@ -144,3 +144,4 @@ def test_float32_is_a_recipe_of_its_own() -> None:
 
 def test_noise_threshold_is_stated() -> None:
     assert Noise(300, 0.125, 0.06).threshold == 0.125
+    assert Noise(300, 0.0, 0.0).threshold == 1e-5  # margins that never moved still arrive in float32

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.kernels import linear  # noqa: E402
 from vllm.model_executor.kernels.linear import FP8ScaledMMLinearLayerConfig  # noqa: E402
+from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig  # noqa: E402
 from vllm.model_executor.layers.quantization.utils import quant_utils as keys  # noqa: E402
 from vllm.platforms import PlatformEnum, current_platform  # noqa: E402
 
@@ -245,6 +246,13 @@ def test_vllm_chooses_it_for_ptpc_only(monkeypatch):
     assert choose(weight=keys.kFp8StaticTensorSym) is linear.ChannelWiseTorchFP8ScaledMMLinearKernel
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "ChannelFp8CpuLinearKernel")
     assert choose() is linear.ChannelWiseTorchFP8ScaledMMLinearKernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vllm_starts_a_quark_draft_in_the_types_of_cpu_recipes(dtype):
+    """A processor without AVX-512 computes in float32, which vLLM's Quark class by itself refuses before anything is loaded."""
+    fp8_cpu.register()
+    assert dtype in QuarkConfig({}).get_supported_act_dtypes()
 
 
 def test_stays_out_of_the_way_elsewhere(monkeypatch):
