@@ -82,7 +82,7 @@
         said.append(make("span", "", record.words));
         if (record.margin !== null) {
           const [one, two] = record.best;
-          said.append(make("span", "", `The target's margin there is ${record.margin.toFixed(4)} nats: “${plain(one[0])}” ${one[1].toFixed(3)} against “${plain(two[0])}” ${two[1].toFixed(3)}${record.tie}.`));
+          said.append(make("span", "", `The target's margin there is ${record.margin.toFixed(record.margin < 0.01 ? 6 : 4)} nats: “${plain(one[0])}” ${one[1].toFixed(3)} against “${plain(two[0])}” ${two[1].toFixed(3)}${record.tie}.`));
         }
         said.append(make("span", "e3-muted", `Speed-up: ${range}. Both lanes eager; the baseline runs without the plugin, the draft's lane with tracing.`));
         if (record.busy) said.append(make("b", "e3-warning", `⚠ ${record.busy}`));

@@ -25,13 +25,20 @@ from lab.trace.align import first_difference
 MOST = 1.0
 #: Margins that are looked at, in nats: rounding can only turn a choice between candidates this close, and far ones move otherwise.
 CLOSE = 2.0
-#: What counts as a near-tie where nothing was measured on this machine: one step of BF16 for logits between 16 and 32.
+#: What counts as a near-tie where nothing was measured on this machine: one step of BF16 for logits between 16 and 32; and in float32,
+#: whose step there is 2e-6, a bound that leaves room for the rounding of all layers.
 UNMEASURED = 0.125
+UNMEASURED_SINGLE = 0.001
 #: What the reading itself cannot tell apart, in nats: log-probabilities come in float32, whose steps between 32 and 64 are 4e-6.
 #: In float32 the margins of a few answers may not have moved at all.
 FINEST = 1e-5
 
 Verdict = Literal["identical", "near-tie", "real difference"]
+
+
+def nats(value: float) -> str:
+    """Nats for people: three decimals, and small ones, as thresholds in float32 are, with their two first digits."""
+    return f"{value:.3f}" if value >= 0.01 or not value else f"{value:.2g}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lab.bench import divergence, result, sampled
-from lab.bench.divergence import Judged, Noise
+from lab.bench.divergence import Judged, Noise, nats
 from lab.bench.prompts import Prompt
 from lab.bench.scoring import Asker, Completion, Scored, in_flight
 from lab.errors import LabError
@@ -68,7 +68,8 @@ def with_dtype(recipe: Recipe, dtype: str | None) -> Recipe:
     if dtype is None:
         return recipe
     flags = (*((flag, value) for flag, value in recipe.flags if flag != "--dtype"), ("--dtype", dtype))
-    return replace(recipe, name=f"{recipe.name}-{dtype}", flags=flags, memory_bytes=recipe.memory_bytes + (600 << 20))
+    changed = replace(recipe, name=f"{recipe.name}-{dtype}", flags=flags)
+    return replace(changed, memory_bytes=recipe.memory_bytes + ((600 << 20) if changed.value_bytes > recipe.value_bytes else 0))
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,8 @@ def decide(found: Mapping[str, Any], sampling: Sequence[Mapping[str, Any]]) -> t
         if run["real_differences"]:
             reasons.append(
                 f"{run['real_differences']} of {found['prompts']} greedy answers at concurrency {run['concurrency']} differ from the "
-                f"target's by more than rounding: up to {run['worst_regret']:.3f} nats, and {found['threshold_nats']:.3f} is the threshold."
+                f"target's by more than rounding: up to {nats(run['worst_regret'])} nats, and "
+                f"{nats(found['threshold_nats'])} is the threshold."
             )
     for one in sampling:
         if one["verdict"] == "not the target's":
@@ -215,9 +217,9 @@ def render(body: Mapping[str, Any], label: str) -> str:
         f"{label}: {body['verdict'].upper()}",
         *(f"  {reason}" for reason in body["reasons"]),
         "",
-        f"{found['prompts']} prompts, up to {found['max_tokens']} tokens. Threshold {found['threshold_nats']:.4f} nats: how far",
+        f"{found['prompts']} prompts, up to {found['max_tokens']} tokens. Threshold {nats(found['threshold_nats'])} nats: how far",
         f"the baseline's own margins move between batch shapes at the most, over {found['noise']['positions']} readings "
-        f"(99% below {found['noise']['p99']:.4f}).",
+        f"(99% below {nats(found['noise']['p99'])}).",
         "",
         result.table(header, rows),
     ]

@@ -84,10 +84,11 @@ def cpu_compiled_cache(s: Subject) -> Iterator[Found]:
 )
 def cpu_fp8_slow(s: Subject) -> Iterator[Found]:
     """vLLM 0.32 multiplies FP8 layers through torch._scaled_mm on a CPU: 6.4 ms where BF16 takes 0.16 (3072 x 576, one row), 18 tokens
-    a second instead of 54. The plugin's kernel takes its place.
+    a second instead of 54. The plugin's kernel takes its place. In float32 vLLM by itself refuses to start a Quark checkpoint.
     """
     if s.cpu and (role := _fp8(s)) and not s.plugin_loaded:
-        yield Found(f"the {role} is FP8, the lab's plugin is not loaded", "Use the BF16 draft, or the plugin.")
+        single = ", in float32, which vLLM refuses" if s.line.text("dtype") in ("float32", "float") else ""
+        yield Found(f"the {role} is FP8, the lab's plugin is not loaded{single}", "Use the BF16 draft, or the plugin.")
 
 
 @rule(
@@ -168,15 +169,16 @@ def cpu_two_openmp(s: Subject) -> Iterator[Found]:
 )
 def cpu_instructions(s: Subject) -> Iterator[Found]:
     """vLLM's CPU library needs AVX2. Without AVX512-BF16 (or AMX) BF16 is widened in software: slower, and the lab's FP8 kernel then
-    widens weights at loading.
+    widens weights at loading. Without AVX-512 float32 is several times faster at more than one row, and a lane in float32 lacks nothing.
     """
     flags = s.machine.cpu_flags
     if not s.cpu or not flags or s.machine.assumed or "asimd" in flags:
         return
     if "avx2" not in flags:
         yield Found(f"{s.machine.cpu} has no AVX2", "Use another machine: vLLM's CPU wheel does not run here.", "error")
-    elif not flags & {"avx512_bf16", "amx_bf16"}:
-        yield Found(f"{s.machine.cpu} has neither AVX512-BF16 nor AMX", "Expect lower speed; compare lanes on this machine only.")
+    elif not flags & {"avx512_bf16", "amx_bf16"} and s.line.text("dtype", "auto") not in ("float32", "float"):
+        fix = "Expect lower speed; compare lanes on this machine only."
+        yield Found(f"{s.machine.cpu} has neither AVX512-BF16 nor AMX", fix if "avx512f" in flags else f"--dtype float32. {fix}")
 
 
 @rule("cpu-memory", "error", "The KV cache does not fit into memory", reads=CPU, fields=("VLLM_CPU_KVCACHE_SPACE",))

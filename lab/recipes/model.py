@@ -161,6 +161,11 @@ class Recipe:
     #: Where each setting comes from: a field's, flag's or variable's name to a URL or a sentence (rules carry their own).
     sources: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value that the servers compute with and keep in their KV cache: 4 in float32, else 2."""
+        return 4 if dict(self.flags).get("--dtype") == "float32" else 2
+
     def draft_choices(self) -> tuple[DraftChoice, ...]:
         """What the draft switch offers: `none`, then the precisions this recipe has."""
         return tuple(self.remotes) if self.elsewhere else ("none", *self.drafts)

@@ -60,10 +60,13 @@ def failed(error: LabError) -> str:
 def about(lab: Lab, run: Run | None = None) -> str:
     """Value of the provenance element: of `run`, or of the app before there is one."""
     if run is None:
-        shown: dict[str, Any] = {"recipe": lab.recipe.name, "target": lab.recipe.target.name, "note": "No run yet."}
+        notes = " ".join(["No run yet.", *lab.recipe.notes])
+        shown: dict[str, Any] = {"recipe": lab.recipe.name, "target": lab.recipe.target.name, "note": notes}
         return dump({"title": lab.recipe.title, "line": lab.recipe.title, "fields": shown})
     versions = run.provenance.get("versions", {})
     parts = [run.label]
+    if run.state != "opened" and lab.recipe.value_bytes == 4:  # the label's BF16 is what the draft's weights are stored in
+        parts.append("computed in float32")
     if isinstance(versions, dict):
         server = run.provenance.get("server")
         if isinstance(server, dict):  # the server's own version: this machine's says nothing about it

@@ -137,7 +137,8 @@ def page(
             except LabError as error:
                 yield failed(error)
                 return
-            yield say(Status("done", f"Ready: {lane.label}. Press Run."))
+            words = "its weights are stored in BF16 or FP8 and computed in float32 on this processor" if recipe.value_bytes == 4 else ""
+            yield say(Status("done", f"Ready: {lane.label}. Press Run.", detail=words))
 
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         warming = []

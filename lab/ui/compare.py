@@ -3,7 +3,8 @@
 The speed-up is the ratio of output tokens per second, each over the time from sending the request to its last token, so it includes the
 prompt. Several pairs with the same settings give a median and a range. Whether a difference is a near-tie shows in the target's margin:
 the gap, in nats, between its two best candidates at that place, if both answers took one of them. The threshold is the certificate's,
-measured for that lane, or `divergence.UNMEASURED` without one (`lab.bench.divergence` says how it is derived).
+measured for that lane, or without one `divergence.UNMEASURED`, in float32 `UNMEASURED_SINGLE` (`lab.bench.divergence` says how they are
+derived).
 """
 
 from __future__ import annotations
@@ -127,9 +128,10 @@ class BesideFeed:
         sampled: bool,
         found: tuple[float, list[Alternative]] | None = None,
         threshold: float | None = None,
+        single: bool = False,
     ) -> str:
         """Append the speed-up and whether the answers are the same, in words and with the place of the first difference. `threshold` is
-        the certificate's, in nats, if there is one."""
+        the certificate's, in nats, if there is one; `single` says that the engines compute in float32."""
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         baseline, other = self._runs
         ids = (baseline.output_ids(), other.output_ids())
@@ -154,25 +156,29 @@ class BesideFeed:
                 "speedup": None if ratio is None else [round(part, 3) for part in ratio],
                 "pairs": len(pairs),
                 "busy": busy(load, os.cpu_count() or 1),
-                "margin": None if found is None else round(found[0], 4),
-                "tie": "" if found is None or place is None else self._tie(found, place, threshold),
+                "margin": None if found is None else round(found[0], 6),
+                "tie": "" if found is None or place is None else self._tie(found, place, threshold, single),
                 "best": [] if found is None else [[list(visible(one.text, spaces=True)), round(one.logprob, 4)] for one in found[1]],
             }
         )
         return self.value
 
-    def _tie(self, found: tuple[float, list[Alternative]], place: int, threshold: float | None) -> str:
+    def _tie(self, found: tuple[float, list[Alternative]], place: int, threshold: float | None, single: bool) -> str:
         """What the margin means, in words."""
         margin_, best = found
         ids = self._runs[1].output_ids()
         piece = self._runs[1].request.pieces.get(ids[place]) if place < len(ids) else None
         if piece is not None and bytes.fromhex(piece).decode("utf-8", errors="backslashreplace") not in [one.text for one in best]:
             return ": the draft's lane took neither, so this is more than a near-tie"
-        limit = divergence.UNMEASURED if threshold is None else threshold
-        source = "measured for this lane's certificate" if threshold is not None else "one step of BF16; nothing was measured here"
+        usual, source = (
+            (divergence.UNMEASURED_SINGLE, "a bound for float32; nothing was measured here")
+            if single
+            else (divergence.UNMEASURED, "one step of BF16; nothing was measured here")
+        )
+        limit, source = (usual, source) if threshold is None else (threshold, "measured for this lane's certificate")
         if margin_ > limit:
-            return f": more than a near-tie (up to {limit:.3f} nats, {source})"
-        return f": a near-tie (up to {limit:.3f} nats, {source}), which rounding in another batch shape can turn"
+            return f": more than a near-tie (up to {divergence.nats(limit)} nats, {source})"
+        return f": a near-tie (up to {divergence.nats(limit)} nats, {source}), which rounding in another batch shape can turn"
 
     def _add(self, record: dict[str, Any]) -> None:
         self._lines.append(dump({"n": len(self._lines), **record}) + "\n")

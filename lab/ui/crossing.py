@@ -66,11 +66,13 @@ def cache_words() -> str:
     ours, theirs = models["smollm2-mla"].config, models["SmolLM2-135M"].config
     layers, rank, rope = ours["num_hidden_layers"], ours["kv_lora_rank"], ours["qk_rope_head_dim"]
     groups, size, heads = theirs["num_key_value_heads"], theirs["head_dim"], models["Kimi-K2.5"].config["num_attention_heads"]
+    wide = get("smollm2-mla").value_bytes == 4
+    here = f" On this processor the engine computes in float32 and keeps twice as much: {2 * latent:,} B." if wide else ""
     return (
         f"KV cache a token, BF16: {latent:,} B for this target ({layers} layers × ({rank} latent + {rope} rotary) × 2 B), {grouped:,} B for"
         f" the same model with grouped queries ({layers} × 2 × {groups} heads × {size} × 2 B). MLA's is {latent / grouped:.1f} times larger"
         f" here: the latent is as wide as Kimi-K2.5's, and SmolLM2 has {groups} KV heads to replace. Kimi has {heads} heads: {kimi:,} B"
-        f" instead of {rows['Kimi-K2.5'].mha:,} B with a key and value for each ({rows['Kimi-K2.5'].source})."
+        f" instead of {rows['Kimi-K2.5'].mha:,} B with a key and value for each ({rows['Kimi-K2.5'].source}).{here}"
     )
 
 

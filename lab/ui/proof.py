@@ -11,6 +11,7 @@ from typing import Any
 
 from lab.bench import context
 from lab.bench.certificate import Certificate, find
+from lab.bench.divergence import nats
 from lab.env import cache_dir
 from lab.plots import Curve, curves
 from lab.serving.command import Lane
@@ -63,7 +64,7 @@ def _differences(found: Mapping[str, Any]) -> list[dict[str, Any]]:
                     "margin": f"{one['margin']:.4f}",
                 }
             if one["verdict"] == "real difference" and one["worst_at"] is not None:
-                entry["said"] += f": {one['worst']:.3f} nats at token {one['worst_at'] + 1}"
+                entry["said"] += f": {nats(one['worst'])} nats at token {one['worst_at'] + 1}"
             shown.append(entry)
     return sorted(shown, key=lambda one: one["verdict"] != "real difference")[:SHOWN]
 
@@ -122,9 +123,9 @@ def value(certificate: Certificate | None, lane: Lane | None = None, rows: Seque
         ],
         [
             "threshold, nats",
-            f"{found['threshold_nats']:.3f}",
+            nats(found["threshold_nats"]),
             f"How far the baseline's own margins move between batch shapes at the most: {found['noise']['positions']:,} readings of its"
-            f" answers, decoding alone, decoding in a batch, scoring in one pass; 99% of them by less than {found['noise']['p99']:.3f}.",
+            f" answers, decoding alone, decoding in a batch, scoring in one pass; 99% of them by less than {nats(found['noise']['p99'])}.",
             "",
         ],
         *(_sampling(one) for one in body["sampling"]),

@@ -37,6 +37,9 @@ from lab.ui.state import Session
 if TYPE_CHECKING:
     from lab.quant.report import QuantReport
 
+#: Of a recipe for CPUs (`lab/vllm_plugin/fp8_cpu.py` decides it for each layer).
+WIDENED = "On a CPU the bytes are saved in memory only with AVX512-BF16 and without AMX: other processors widen FP8 weights at load."
+
 
 @dataclass(frozen=True)
 class Quantise:
@@ -90,9 +93,11 @@ def kv_lines(recipe: Recipe, report: QuantReport) -> list[str]:
         return [
             f"{report.saved:,} bytes are saved; what they buy is known once the target's configuration is here ({draft and draft.name})."
         ]
-    gains = [kv_gain(report.saved, config, machine, draft=own) for machine in (this_machine(), MI355X)]
+    places = ((this_machine(), recipe.value_bytes), (MI355X, 2))
+    gains = [kv_gain(report.saved, config, machine, draft=own, bytes_per_value=width) for machine, width in places]
     lines = [f"{gain.tokens:,} KV-cache tokens more on {gain.machine.name}: {gain.share:.4%} of its memory." for gain in gains]
-    return [*lines, f"The sum: {gains[0].formula}."]
+    sums = dict.fromkeys(gain.formula for gain in gains)
+    return [*lines, f"The sum: {'; '.join(sums)}.", *(() if recipe.hardware else (WIDENED,))]
 
 
 def view(recipe: Recipe, report: QuantReport | None, said: str) -> str:

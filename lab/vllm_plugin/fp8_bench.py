@@ -136,7 +136,7 @@ def main(
     fp8_cpu.register()
     ok, reason = fp8_cpu.packed_gemm(32, 32, torch.bfloat16)
     if not ok:
-        raise LabError("FP8 linears run as BF16 ones on this machine, so there is nothing to compare.", why=reason.capitalize() + ".")
+        raise LabError("FP8 linears are widened on this machine, so there is nothing to compare.", why=reason.capitalize() + ".")
     hardware = provenance.hardware()
     torch.set_num_threads(threads or max(1, hardware["cores"] - 1))
     counts = [int(part) for part in rows.split(",")]

@@ -137,6 +137,8 @@ def test_float32_is_a_recipe_of_its_own() -> None:
     assert single.name != base.name
     assert dict(single.flags)["--dtype"] == "float32"
     assert [flag for flag, _ in single.flags].count("--dtype") == 1
+    assert single.value_bytes == 4
+    assert lossless.with_dtype(single, "float32").memory_bytes == single.memory_bytes, "it computes so already"
     judge = lossless.reference(base)
     assert dict(judge.recipe.flags)["--max-logprobs"] == "2000"
     assert (judge.draft, judge.traced) == ("none", False)
@@ -145,3 +147,4 @@ def test_float32_is_a_recipe_of_its_own() -> None:
 def test_noise_threshold_is_stated() -> None:
     assert Noise(300, 0.125, 0.06).threshold == 0.125
     assert Noise(300, 0.0, 0.0).threshold == 1e-5  # margins that never moved still arrive in float32
+    assert [divergence.nats(value) for value in (3.25, 0.125, 0.0021, 1e-5, 0.0)] == ["3.250", "0.125", "0.0021", "1e-05", "0.000"]

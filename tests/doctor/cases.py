@@ -612,10 +612,12 @@ CASES: dict[str, tuple[list[Make], list[Make]]] = {
     "cpu-instructions": (
         [
             lambda: smol(machine=replace(CPU, cpu_flags=frozenset({"avx2"}))),
+            lambda: smol(machine=replace(CPU, cpu_flags=frozenset({"avx2", "avx512f"}))),
             lambda: smol(machine=replace(CPU, cpu_flags=frozenset({"sse2"}))),
         ],
         [
             lambda: smol(),
+            lambda: smol("--dtype float32", machine=replace(CPU, cpu_flags=frozenset({"avx2"}))),
             lambda: smol(machine=replace(CPU, cpu_flags=frozenset({"asimd"}))),
             lambda: smol(machine=replace(CPU, cpu_flags=frozenset())),
         ],

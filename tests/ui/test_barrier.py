@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,13 @@ AFTER = crossing.lane(recipes.get("smollm2-mla")).key
 
 def engine(**settings: Any) -> FakeEngine:
     return FakeEngine(OWN, **settings)
+
+
+def test_the_cache_in_float32_is_said_to_be_twice_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype, said in (("float32", True), ("bfloat16", False)):
+        recipe = replace(recipes.get("smollm2-mla"), flags=(("--dtype", dtype),))
+        monkeypatch.setattr(crossing, "get", lambda _, recipe=recipe: recipe)
+        assert (f"float32 and keeps twice as much: {30 * (512 + 64) * 4:,} B" in crossing.cache_words.__wrapped__()) == said
 
 
 def test_the_cache_is_computed_and_larger_here() -> None:

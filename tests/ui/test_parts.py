@@ -246,15 +246,17 @@ def test_what_a_margin_means() -> None:
     runs = [Run(name, Request(trace=name, lane="l", prompt="p"), "none", "l", {}, ids=ids) for name, ids in (("a", [1, 2]), ("b", [1, 3]))]
     runs[1].request.pieces = {3: b" cat".hex()}
 
-    def tie(gap: float, other: str, threshold: float | None) -> str:
+    def tie(gap: float, other: str, threshold: float | None, single: bool = False) -> str:
         best = [Alternative(text=" dog", logprob=-0.5), Alternative(text=other, logprob=-0.5 - gap)]
-        said = compare.BesideFeed(*runs).verdict([], sampled=False, found=(gap, best), threshold=threshold)
+        said = compare.BesideFeed(*runs).verdict([], sampled=False, found=(gap, best), threshold=threshold, single=single)
         return str(records(said)[-1]["tie"])
 
     assert "a near-tie (up to 0.125 nats, one step of BF16" in tie(0.1, " cat", None)
     assert "more than a near-tie" in tie(0.2, " cat", None)
     assert "a near-tie (up to 0.250 nats, measured" in tie(0.2, " cat", 0.25)
     assert "took neither" in tie(0.0, " cow", 0.25)
+    assert "more than a near-tie (up to 0.001 nats, a bound for float32" in tie(0.1, " cat", None, single=True)
+    assert "a near-tie (up to 1e-05 nats, measured" in tie(0.0, " cat", 1e-5, single=True)
 
 
 def test_how_much_faster() -> None:

@@ -29,6 +29,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer  # noqa
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 
 from lab.env import assets, cache_dir  # noqa: E402
+from lab.recipes import cpu  # noqa: E402
 from lab.vllm_plugin import cpu_compile, cpu_drafting, cpu_sampling, cpu_speed  # noqa: E402
 
 VOCABULARY = 640
@@ -298,7 +299,7 @@ def test_an_engine_drafts_and_answers_the_same() -> None:
         pytest.skip("the default recipe's checkpoints are not prepared")
     environment = {
         **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **cpu.environment(),
         "VLLM_PLUGINS": "",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
