@@ -15,7 +15,7 @@ multiples of 16, and vLLM's pull request 39616 resolved it by an expansion that 
 Registered through vLLM's public registry, in every process of a server whose environment has EAGLE3_LAB_CPU_MLA=1, which the MLA recipe's
 lanes set: other servers keep vLLM's own. `support` says where it stands down: another platform, or a vLLM that was not read. On a CPU with
 AMX vLLM prefers another backend, which takes multiples of 32 and has no conflict; this one is used there when the server is told
-`--attention-backend CPU_MLA`, and stays out of the way otherwise.
+`--attention-backend CPU_MLA`, as the recipe does, and else stands down and says so in the log.
 """
 
 from __future__ import annotations
@@ -81,10 +81,18 @@ def free_block_size(platform: Any) -> None:
         asked = cache.block_size if getattr(cache, "user_specified_block_size", False) else None
         original(cls, vllm_config)
         model = vllm_config.model_config
-        # 16 is what vLLM sets for the kernel that this backend wraps, and for no other.
-        if model is not None and model.use_mla and cache.block_size == KERNEL_BLOCK:
+        # 16 is what vLLM sets for the kernel that this backend wraps, and for no other. For a draft it comes here again with the same cache
+        # and no backend named, and with AMX takes that for a wish to have its own, of 128.
+        if model is not None and model.use_mla and (cache.block_size == KERNEL_BLOCK or vars(cache).get("_eagle3_lab_mla")):
             if asked is not None and asked % KERNEL_BLOCK:
                 raise ValueError(f"--block-size {asked} is no multiple of {KERNEL_BLOCK}, which the CPU's MLA kernel reads.")
             cache.block_size = asked or USUAL_BLOCK
+            vars(cache)["_eagle3_lab_mla"] = True
+        elif model is not None and model.use_mla:
+            logger.info(
+                "Eagle3 Lab's MLA backend stands down: on a CPU with AMX vLLM takes its own, whose blocks of %s tokens a draft can share."
+                " --attention-backend CPU_MLA asks for the lab's.",
+                cache.block_size,
+            )
 
     platform.check_and_update_config = classmethod(check_and_update_config)

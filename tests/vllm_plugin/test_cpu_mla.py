@@ -115,6 +115,25 @@ def test_the_block_size_that_was_asked_for_is_given_back(asked: int | None, mla:
     assert cache.block_size == expected
 
 
+@pytest.mark.parametrize(("first", "expected"), [(16, 32), (128, 128)])
+def test_with_amx_the_draft_does_not_change_the_size(first: int, expected: int, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM updates the configuration once more for the draft, and then takes AMX's own MLA for granted: 128, where nobody chose a size."""
+    caplog.set_level("INFO", "vllm.eagle3_lab")
+    forced = iter((first, 128))
+
+    class Platform:
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            vllm_config.cache_config.block_size = next(forced)
+
+    cpu_mla.free_block_size(Platform)
+    cache = SimpleNamespace(block_size=16, user_specified_block_size=False)
+    for _ in ("target", "draft"):
+        Platform.check_and_update_config(SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(use_mla=True)))
+    assert cache.block_size == expected
+    assert ("stands down: on a CPU with AMX" in caplog.text) == (expected == 128)
+
+
 def test_a_size_that_the_kernel_cannot_read_is_refused() -> None:
     class Platform:
         @classmethod
