@@ -1,6 +1,8 @@
 """Run every check of the project, whatever the others say, and report them all: what `make test` does after the set-up.
 
-pytest comes last, so that its summary is what one sees; the exit status is 0 only when every check passed. Arguments go to pytest.
+pytest comes last, so that its summary is what one sees; the exit status is 0 only when every check passed. Tests that start no engine wait
+more than they compute, so two processes share them; an engine takes every core, so those tests run one by one. Arguments go to pytest,
+which then runs once.
 """
 
 from __future__ import annotations
@@ -19,19 +21,23 @@ CHECKS = (
     ("mypy", ["mypy"]),
     ("mypy, scripts", ["mypy", "app.py", "scripts/setup.py", "scripts/lock.py", "scripts/check.py", "scripts/notebooks.py"]),
     ("import rules", ["lint-imports"]),
-    ("pytest", ["pytest", "--durations=20", "--durations-min=10"]),
+)
+SLOWEST = ("--durations=15", "--durations-min=10")
+TESTS = (
+    ("pytest, no engine", ["pytest", "-m", "not engine", "-n", "2", "--dist", "loadfile", *SLOWEST]),
+    ("pytest, engines", ["pytest", "-m", "engine", *SLOWEST]),
 )
 
 
 def main(arguments: list[str]) -> int:
     """Run the checks in order. 0 when all passed, 1 otherwise, 130 when interrupted."""
     results: list[tuple[str, int, float]] = []
-    for name, command in CHECKS:
+    for name, command in (*CHECKS, *((("pytest", ["pytest", *arguments]),) if arguments else TESTS)):
         print(f"\n── {name} ".ljust(80, "─"), flush=True)
         started = time.monotonic()
         program, *rest = command
         try:
-            status = subprocess.run([str(BIN / program), *rest, *(arguments if name == "pytest" else [])], cwd=ROOT).returncode
+            status = subprocess.run([str(BIN / program), *rest], cwd=ROOT).returncode
         except KeyboardInterrupt:
             print(f"\nInterrupted in {name}.", file=sys.stderr)
             return 130

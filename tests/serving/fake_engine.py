@@ -44,12 +44,12 @@ class Fake(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.key: str | None = None
+        #: Set when a client left while its answer was being written.
         self.hung_up = threading.Event()
         super().__init__(("127.0.0.1", port), Handler)
 
-    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - the base class's signature
-        """Clients hang up on purpose here; a test may ask whether one did."""
-        self.hung_up.set()
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients hang up on purpose here."""
 
     @property
     def url(self) -> str:
@@ -122,7 +122,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.status != 200:
             self._send(self.server.status, json.dumps(self.server.refusal).encode())
         else:
-            self._stream(self.server.chunks)
+            try:
+                self._stream(self.server.chunks)
+            except OSError:
+                self.server.hung_up.set()
+                raise
 
 
 def main() -> None:
