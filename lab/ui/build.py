@@ -6,6 +6,7 @@ package. The page listens on 127.0.0.1 only; where the port is taken it takes th
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import tempfile
@@ -250,9 +251,6 @@ def launch(
 
     `inline`: whether gradio shows the page below a notebook's cell by itself (None: where it is in a notebook)."""
     host = around.host
-    chosen = free_port(port, host=host)
-    if chosen != port:
-        print(f"Port {port} is taken: using {chosen}.", flush=True)
     folder = Path(str(assets() / "ui"))
     gr.set_static_paths([plotly_script()])
     # gradio asks its own server whether it is up: that must not go through somebody's proxy.
@@ -261,9 +259,9 @@ def launch(
     # One inline script, so that its parts run in order; plotly is large and may come later (relative: the page may sit behind a prefix).
     own = "\n".join((folder / name).read_text(encoding="utf-8") for name in (*SCRIPTS, *around.scripts))
     head = f'<script>{own}</script><script src="gradio_api/file={plotly_script()}"></script>'
-    _, url, _ = demo.launch(
+    serve = functools.partial(
+        demo.launch,
         server_name=host,
-        server_port=chosen,
         inbrowser=open_browser,
         inline=inline,
         prevent_thread_lock=True,
@@ -288,6 +286,14 @@ def launch(
         head=head,
         **around.options,
     )
+    chosen = free_port(port, host=host)
+    try:
+        _, url, _ = serve(server_port=chosen)
+    except OSError:  # another program took it just now
+        chosen = free_port(chosen + 1, host=host)
+        _, url, _ = serve(server_port=chosen)
+    if chosen != port:
+        print(f"Port {port} is taken: using {chosen}.", flush=True)
     print(around.said.format(url=url), flush=True)
     if block:
         demo.block_thread()

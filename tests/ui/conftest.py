@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from lab import recipes
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page's tests need the Python package playwright")
 sync_api.expect.set_options(timeout=60_000)  # a busy machine may take long to show something; a test that passes never waits for it
+#: Where this test process serves pages, apart from the other processes (pytest-xdist names them gw0, gw1, ...) and from the engines.
+PORT = 18_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -106,7 +109,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
     def start(engine: Any, *, warm: bool = False) -> str:
         demo = page(recipes.get("smollm2"), engine, folder=tmp_path / "traces", warm=warm)
         served.append(demo)
-        return launch(demo, port=21860, block=False)
+        return launch(demo, port=PORT, block=False)
 
     yield start
     for demo in served:

@@ -21,7 +21,7 @@ from lab.trace.model import Request
 from lab.ui.compare import strangers
 from lab.ui.state import Run
 
-from .conftest import Watched
+from .conftest import PORT, Watched
 
 KEY = "sk-page-0123"
 IDS = [[10], [11, 12, 13], [14], [15, 16]]
@@ -78,7 +78,7 @@ def attach(tmp_path: Path) -> Iterator[Callable[[Any], str]]:
         found: dict[DraftChoice, Address] = {"bf16": Address(fake.url, KEY)}
         lanes = Lanes(addresses={one.url: one for one in found.values()})
         served.append((page(recipe_of(found), Serving(lanes), folder=tmp_path / "traces", warm=False), lanes))
-        return launch(served[-1][0], port=21960, block=False)
+        return launch(served[-1][0], port=PORT, block=False)
 
     yield start
     for demo, lanes in served:

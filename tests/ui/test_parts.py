@@ -299,3 +299,26 @@ def test_a_taken_port_is_passed_by() -> None:
         assert port < free_port(port) <= port + 100
         with pytest.raises(LabError, match="No free port"):
             free_port(port, tries=1)
+
+
+def test_a_port_that_is_lost_at_the_last_moment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs that start at once may find the same port free."""
+    import socket
+
+    import gradio as gr
+
+    from lab.ui import build
+
+    real = build.free_port
+    with socket.socket() as taken:
+        taken.bind((build.HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(build, "free_port", lambda first, host: port if first == port else real(first, host=host))
+        with gr.Blocks() as demo:
+            gr.Markdown("here")
+        try:
+            url = build.launch(demo, port=port, block=False)
+        finally:
+            demo.close()
+    assert port < int(url.rstrip("/").rpartition(":")[2]) <= port + 100

@@ -15,7 +15,7 @@ import pytest
 from lab import recipes
 from lab.ui.workshop.scenario import scenarios
 
-from ..conftest import sync_api
+from ..conftest import PORT, sync_api
 from .echo import Echo
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,7 +30,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     rooms = []
 
     def start(engine: Any, **changes: Any) -> Any:
-        rooms.append(serve(engine.recipe, engine, scenarios(), port=21960, folder=tmp_path / "traces", **changes))
+        rooms.append(serve(engine.recipe, engine, scenarios(), port=PORT, folder=tmp_path / "traces", **changes))
         return rooms[-1]
 
     yield start
