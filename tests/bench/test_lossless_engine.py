@@ -72,7 +72,7 @@ def test_the_shipped_draft_is_lossless(found: dict[str, Any]) -> None:
 def test_tokens_behind_the_first_were_tested_at_a_temperature(found: dict[str, Any]) -> None:
     (one,) = found["right"]["sampling"]
     assert one["verdict"] == "consistent"
-    assert one["tokens"] > 150
+    assert one["tokens"] >= sampled.LEAST  # one context at least; how many answers begin alike is chance
     assert one["prompts"][0]["missing"] < 1e-3
     assert 0 < one["detectable"]["80%"] < one["detectable"]["95%"] < 0.5
 
