@@ -24,7 +24,7 @@ CHECKS = (
 )
 SLOWEST = ("--durations=15", "--durations-min=10")
 TESTS = (
-    ("pytest, no engine", ["pytest", "-m", "not engine", "-n", "2", "--dist", "loadfile", *SLOWEST]),
+    ("pytest, no engine", ["pytest", "-m", "not engine", "-n", "2", "--dist", "loadfile", "--timeout", "600", *SLOWEST]),
     ("pytest, engines", ["pytest", "-m", "engine", *SLOWEST]),
 )
 
