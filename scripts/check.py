@@ -32,7 +32,8 @@ TESTS = (
 def main(arguments: list[str]) -> int:
     """Run the checks in order. 0 when all passed, 1 otherwise, 130 when interrupted."""
     results: list[tuple[str, int, float]] = []
-    for name, command in (*CHECKS, *((("pytest", ["pytest", *arguments]),) if arguments else TESTS)):
+    tests = (("pytest", ["pytest", *arguments]),) if arguments else TESTS
+    for name, command in (*CHECKS, *tests):
         print(f"\n── {name} ".ljust(80, "─"), flush=True)
         started = time.monotonic()
         program, *rest = command

@@ -163,7 +163,7 @@ class Recipe:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a value that the servers compute with and keep in their KV cache: 4 in float32, else 2."""
+        """Bytes of a value that the servers compute with (and cache, unless a flag names another type): 4 in float32, else 2."""
         return 4 if dict(self.flags).get("--dtype") == "float32" else 2
 
     def draft_choices(self) -> tuple[DraftChoice, ...]:

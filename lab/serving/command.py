@@ -100,6 +100,11 @@ class Lane:
         return self.recipe.remotes.get(self.draft)
 
     @property
+    def in_float32(self) -> bool:
+        """Whether its server is known to compute in float32; of one that the lab did not start it is not."""
+        return self.at is None and self.recipe.value_bytes == 4
+
+    @property
     def key(self) -> str:
         """Unique among lanes: for dictionaries, labels and file names once slashes are replaced."""
         if self.at is not None:

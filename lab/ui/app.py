@@ -65,8 +65,9 @@ def about(lab: Lab, run: Run | None = None) -> str:
         return dump({"title": lab.recipe.title, "line": lab.recipe.title, "fields": shown})
     versions = run.provenance.get("versions", {})
     parts = [run.label]
-    if run.state != "opened" and lab.recipe.value_bytes == 4:  # the label's BF16 is what the draft's weights are stored in
-        parts.append("computed in float32")
+    flags = run.provenance.get("flags")
+    if isinstance(flags, list) and "--dtype float32" in flags:  # the label's BF16 is what the draft's weights are stored in
+        parts.append("FP32")  # short: the line is cut where the page is narrow
     if isinstance(versions, dict):
         server = run.provenance.get("server")
         if isinstance(server, dict):  # the server's own version: this machine's says nothing about it

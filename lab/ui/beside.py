@@ -135,8 +135,7 @@ def beside(lab: Lab, frame: Frame) -> Beside:
                 found = margin((await last_request(again)).alternatives, place)
                 _, verified = await asyncio.to_thread(certificate.find, lanes[1])
                 threshold = verified.body["greedy"]["threshold_nats"] if verified else None
-            single = lanes[1].recipe.value_bytes == 4
-            value = feed.verdict(state.pairs, sampled=sampled, found=found, threshold=threshold, single=single)
+            value = feed.verdict(state.pairs, sampled=sampled, found=found, threshold=threshold, single=lanes[1].in_float32)
         except LabError as error:
             state.failed = current
             yield failed(error), feed.update() if feed else keep, pictures(state), keep, gr.Button(visible=True), keep, keep

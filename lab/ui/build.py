@@ -138,7 +138,7 @@ def page(
             except LabError as error:
                 yield failed(error)
                 return
-            words = "its weights are stored in BF16 or FP8 and computed in float32 on this processor" if recipe.value_bytes == 4 else ""
+            words = "its weights are stored in BF16 or FP8 and computed in float32 on this processor" if lane.in_float32 else ""
             yield say(Status("done", f"Ready: {lane.label}. Press Run.", detail=words))
 
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}

@@ -170,12 +170,12 @@ class BesideFeed:
         piece = self._runs[1].request.pieces.get(ids[place]) if place < len(ids) else None
         if piece is not None and bytes.fromhex(piece).decode("utf-8", errors="backslashreplace") not in [one.text for one in best]:
             return ": the draft's lane took neither, so this is more than a near-tie"
-        usual, source = (
-            (divergence.UNMEASURED_SINGLE, "a bound for float32; nothing was measured here")
-            if single
-            else (divergence.UNMEASURED, "one step of BF16; nothing was measured here")
-        )
-        limit, source = (usual, source) if threshold is None else (threshold, "measured for this lane's certificate")
+        if threshold is not None:
+            limit, source = threshold, "measured for this lane's certificate"
+        elif single:
+            limit, source = divergence.UNMEASURED_SINGLE, "a bound for float32; nothing was measured here"
+        else:
+            limit, source = divergence.UNMEASURED, "one step of BF16; nothing was measured here"
         if margin_ > limit:
             return f": more than a near-tie (up to {divergence.nats(limit)} nats, {source})"
         return f": a near-tie (up to {divergence.nats(limit)} nats, {source}), which rounding in another batch shape can turn"

@@ -6,6 +6,8 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from lab.errors import LabError
 from lab.serving.command import Lane
 from lab.serving.metrics import Snapshot
 from lab.trace.model import Alternative, Request
-from lab.ui import compare, runner
+from lab.ui import app, compare, runner
 from lab.ui.feed import Feed, dump, whole
 from lab.ui.live import Meter, paced
 from lab.ui.numbers import Numbers, tiles
@@ -322,3 +324,18 @@ def test_a_port_that_is_lost_at_the_last_moment_is_passed_by(monkeypatch: pytest
         finally:
             demo.close()
     assert port < int(url.rstrip("/").rpartition(":")[2]) <= port + 100
+
+
+def test_a_run_in_float32_says_so() -> None:
+    """Its label says BF16, which is how the draft is stored. What a server elsewhere computes in is not known."""
+
+    def line(dtype: str, **remotes: str) -> str:
+        recipe = replace(RECIPE, flags=(("--dtype", dtype),), remotes=remotes)
+        lane = Lane(recipe, "bf16", 3)
+        assert lane.in_float32 == (dtype == "float32" and not remotes)
+        value = app.about(SimpleNamespace(recipe=recipe), Run.of(lane, SETTINGS))  # type: ignore[arg-type]
+        return str(json.loads(value)["line"])
+
+    assert " · FP32" in line("float32")
+    assert "FP32" not in line("bfloat16")
+    assert "FP32" not in line("float32", bf16="http://127.0.0.1:9")
