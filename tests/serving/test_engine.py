@@ -177,8 +177,11 @@ async def check_death(lanes: Lanes, lane: Lane, gone: Gone) -> None:
     assert server is not None
     assert server._guard is not None
     request, killed = None, False
+    missing = {Delta, StepEvent}  # the answer and its trace come by two connections: either may be ahead when the engine dies
     async for event in generate(endpoint, "Write a very long story.", max_tokens=3000):
-        if isinstance(event, Delta) and event.ids and not killed:
+        if isinstance(event, StepEvent) or (isinstance(event, Delta) and event.ids):
+            missing.discard(type(event))
+        if not missing and not killed:
             killed = True
             for pid in guard.members(server._guard.pid):
                 if pid != server._guard.pid:
