@@ -12,6 +12,7 @@ window.eagle3.stage = (root, vote) => {
   let lines = 0;
   let text = "";
   let trace = null;
+  let guessed = ""; // the step that can be guessed about now
 
   // One of the page's elements outside gradio: the same `mount`, with a value that is set here.
   function element(name, parent) {
@@ -80,8 +81,16 @@ window.eagle3.stage = (root, vote) => {
     return line;
   }
 
+  const guesses = (game) => `${game.votes} ${game.votes === 1 ? "guess" : "guesses"} so far`;
+
   function showGuess(game) {
-    const focused = document.activeElement?.dataset?.accept;
+    if (!game.revealed && guessed === game.id) {
+      // The buttons stay: every guess of the room comes here, and a click on a button that is made anew under the finger is lost.
+      for (const made of body.querySelectorAll("[data-accept]")) made.setAttribute("aria-pressed", String(made.dataset.accept === String(game.mine)));
+      body.querySelector(".e3-votes-count").textContent = guesses(game);
+      return;
+    }
+    guessed = game.revealed ? "" : game.id;
     const prompt = make("p", "e3-stage-prompt");
     prompt.append(make("b", "", "Prompt: "), fill(make("span"), game.prompt));
     const before = make("p", "e3-before", null, { tabindex: "0", "aria-label": "The answer up to this step" });
@@ -116,10 +125,9 @@ window.eagle3.stage = (root, vote) => {
     if (game.revealed) {
       const all = game.tally.accept + game.tally.reject;
       parts.push(bar("Accept", game.tally.accept, all, game.truth), bar("Reject", game.tally.reject, all, !game.truth));
-    } else parts.push(make("p", "e3-muted e3-votes-count", `${game.votes} ${game.votes === 1 ? "guess" : "guesses"} so far`));
+    } else parts.push(make("p", "e3-muted e3-votes-count", guesses(game)));
     body.replaceChildren(...parts);
     before.scrollTop = before.scrollHeight;
-    if (focused) body.querySelector(`[data-accept="${focused === "true"}"]`)?.focus();
   }
 
   return {
@@ -146,6 +154,7 @@ window.eagle3.stage = (root, vote) => {
       else if (record.game) showGuess(record.game);
       else body.replaceChildren();
       if (record.kind !== "trace") lines = 0;
+      if (!record.game) guessed = "";
       return fresh;
     },
   };

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gradio as gr
 
@@ -20,6 +26,8 @@ from lab.ui.state import Run, Runs
 
 #: Every session may run at once; the engine batches. See `build.page` for the queue's size.
 CONCURRENCY = {"concurrency_limit": 32, "concurrency_id": "generate"}
+#: Seconds that Stop waits for what it cancelled.
+ENDING = 20.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,37 @@ class Frame:
     session: gr.State
     #: The name of the latest run, kept by the browser over a reload.
     remembered: gr.BrowserState
+
+
+def working(handler: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    """A handler that Stop may cancel: its first argument, what the page remembers, knows of it until it has ended."""
+
+    @functools.wraps(handler)
+    async def inner(state: Any, *values: Any) -> AsyncIterator[Any]:
+        this = object()
+        state.at_work.add(this)
+        try:
+            async with aclosing(cast(Any, handler(state, *values))) as found:
+                async for one in found:
+                    yield one
+        finally:
+            state.at_work.discard(this)
+
+    return inner
+
+
+def stopped(show: Callable[..., Any]) -> Callable[..., Any]:
+    """What is shown after Stop, once what was at work has ended: the browser sends its cancellation and this at the same time, so either
+    may be heard first."""
+
+    @functools.wraps(show)
+    async def inner(state: Any, *values: Any) -> Any:
+        until, ending = time.monotonic() + ENDING, set(state.at_work)
+        while ending & state.at_work and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        return await show(state, *values) if inspect.iscoroutinefunction(show) else await asyncio.to_thread(show, state, *values)
+
+    return inner
 
 
 def say(status: Status) -> str:

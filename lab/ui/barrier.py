@@ -22,7 +22,7 @@ from lab.doctor.vllm_blocks import Answer, ask
 from lab.errors import LabError
 from lab.plots import cache_at_context, cache_per_token
 from lab.ui import crossing
-from lab.ui.app import Frame, Lab, about, failed, say
+from lab.ui.app import Frame, Lab, about, failed, say, working
 from lab.ui.components import live
 from lab.ui.components.charts import Panels, charts
 from lab.ui.feed import dump
@@ -166,12 +166,14 @@ def barrier_tab(lab: Lab, frame: Frame) -> Barrier:
         state.active = "barrier"
         return keep, keep, *what, show(*what, *lengths), keep, gr.Tabs(selected="barrier")
 
+    @working
     async def start_before(state: Session, *lengths: Any) -> AsyncIterator[tuple[Any, ...]]:
         yield opening(state, BEFORE, *lengths)
         async with aclosing(demonstration.before(state)) as pictures:
             async for line, picture in pictures:
                 yield say(line), picture.value(), *(keep,) * 5
 
+    @working
     async def start_after(state: Session, prompt: str, *lengths: Any) -> AsyncIterator[tuple[Any, ...]]:
         yield opening(state, AFTER, *lengths)
         try:

@@ -20,7 +20,7 @@ from lab.errors import LabError
 from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint
 from lab.trace.align import first_difference
-from lab.ui.app import CONCURRENCY, Frame, Lab, about, failed, say, trace_file
+from lab.ui.app import CONCURRENCY, Frame, Lab, about, failed, say, trace_file, working
 from lab.ui.compare import BesideFeed, last_request, margin, strangers
 from lab.ui.components import live
 from lab.ui.components.charts import HERTZ, beside_panels, charts, value_of
@@ -77,6 +77,7 @@ def beside(lab: Lab, frame: Frame) -> Beside:
             best = max(best, speed)
         warmed.add(endpoint.url)
 
+    @working
     async def run_both(state: Session, *values: Any) -> AsyncIterator[tuple[Any, ...]]:
         state.active = "beside"
         try:

@@ -28,7 +28,7 @@ from lab.serving.attach import Address
 from lab.serving.command import Lane
 from lab.serving.lanes import Lanes
 from lab.serving.process import launcher
-from lab.ui.app import CONCURRENCY, Frame, Lab, about, failed, say
+from lab.ui.app import CONCURRENCY, Frame, Lab, about, failed, say, stopped
 from lab.ui.bar import memory_words, prompt_bar
 from lab.ui.barrier import barrier_tab
 from lab.ui.beside import beside
@@ -88,22 +88,6 @@ def page(
             status = status_line(without_engine(missing) or Status("info", "Choose a draft and press Run."), elem_id="e3-status")
             badge = live("badge", elem_id="e3-badge")
             restart = gr.Button("Restart the engine", visible=False, size="sm", elem_id="e3-restart", min_width=160, scale=0)
-        with gr.Column(elem_id="e3-main"):
-            provenance = live("about", about(lab), elem_id="e3-about")
-            with gr.Tabs(elem_id="e3-tabs") as tabs:
-                frame = Frame(bar, tabs, status, provenance, restart, session, remembered)
-                first = microscope(lab, frame)
-                second = beside(lab, frame)
-                third = duel(lab, frame)
-                racing = race_tab(lab, frame)
-                explaining = why_tab(lab, frame)
-                fourth = sweep(lab, frame)
-                fifth = quantise(lab, frame)
-                proving = verify_tab(lab, frame, badge)
-                doctor_tab(lab, frame)
-                crossing = barrier_tab(lab, frame)
-                if more is not None:
-                    more(lab, frame)
 
         def lane_now(draft: str, k: float | None) -> Lane:
             kind: Any = draft
@@ -129,6 +113,28 @@ def page(
                 )
             )
 
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        # Before the tabs' own listeners: the browser hears what one event starts in turn, each when the one before is over, and a sentence
+        # that came late would stand in place of what was pressed meanwhile.
+        gr.on([bar.draft.input, bar.k.input], changed, [bar.draft, bar.k], status, queue=False, trigger_mode="always_last", **quiet)
+
+        with gr.Column(elem_id="e3-main"):
+            provenance = live("about", about(lab), elem_id="e3-about")
+            with gr.Tabs(elem_id="e3-tabs") as tabs:
+                frame = Frame(bar, tabs, status, provenance, restart, session, remembered)
+                first = microscope(lab, frame)
+                second = beside(lab, frame)
+                third = duel(lab, frame)
+                racing = race_tab(lab, frame)
+                explaining = why_tab(lab, frame)
+                fourth = sweep(lab, frame)
+                fifth = quantise(lab, frame)
+                proving = verify_tab(lab, frame, badge)
+                doctor_tab(lab, frame)
+                crossing = barrier_tab(lab, frame)
+                if more is not None:
+                    more(lab, frame)
+
         async def warm_up(draft: str, k: float | None) -> AsyncIterator[str]:
             """Start the lane that the bar shows, so that the first run need not wait."""
             try:
@@ -141,7 +147,6 @@ def page(
             words = "its weights are stored in BF16 or FP8 and computed in float32 on this processor" if lane.in_float32 else ""
             yield say(Status("done", f"Ready: {lane.label}. Press Run.", detail=words))
 
-        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         warming = []
         if missing is not None:
             needing = [bar.run.click, bar.beside.click, bar.prompt.submit, third.start, racing.start, fourth.start]
@@ -152,7 +157,6 @@ def page(
         demo.load(first.restore, [session, remembered], first.outputs, queue=False, **quiet)
         for moment in (demo.load, bar.draft.input, *fifth.made):
             moment(lambda: gr.Radio(label=memory_words(recipe)), None, bar.draft, queue=False, **quiet)
-        gr.on([bar.draft.input, bar.k.input], changed, [bar.draft, bar.k], status, queue=False, trigger_mode="always_last", **quiet)
         # One thing at a time on one page: what starts ends the other, so that neither disturbs the other's speed.
         for starts, ended in (
             ([bar.run.click, bar.prompt.submit], [*second.events, *third.events, *fourth.events]),
@@ -162,35 +166,29 @@ def page(
         ):
             gr.on(starts, None, None, None, cancels=[*warming, *ended], queue=False, api_visibility="private")
         every = [*first.events, *second.events, *third.events, *fourth.events, *fifth.events]
-        bar.stop.click(None, None, None, cancels=every, queue=False, api_visibility="private").then(
-            first.after_stop, session, first.outputs, queue=False, **quiet
-        ).then(second.after_stop, session, second.outputs, queue=False, **quiet).then(
-            third.after_stop, session, third.outputs, queue=False, **quiet
-        ).then(fourth.after_stop, fourth.remembered, fourth.outputs, queue=False, **quiet).then(
-            fifth.after_stop, session, fifth.outputs, queue=False, **quiet
-        )
         mine = [*racing.events, *explaining.events]
         gr.on([racing.start], None, None, None, cancels=[*warming, *every, *explaining.events], queue=False, api_visibility="private")
         gr.on(explaining.starts, None, None, None, cancels=[*warming, *every, *racing.events], queue=False, api_visibility="private")
         starts = [bar.run.click, bar.prompt.submit, bar.beside.click, third.start]
         gr.on([*starts, fourth.start], None, None, None, cancels=mine, queue=False, api_visibility="private")
-        bar.stop.click(None, None, None, cancels=mine, queue=False, api_visibility="private").then(
-            racing.after_stop, session, racing.outputs, queue=False, **quiet
-        ).then(explaining.after_stop, session, explaining.outputs, queue=False, **quiet)
         begun = [*starts, racing.start, fourth.start, *explaining.starts]
         gr.on(begun, None, None, None, cancels=proving.events, queue=False, api_visibility="private")
         gr.on(proving.starts, None, None, None, cancels=[*warming, *every, *mine], queue=False, api_visibility="private")
-        bar.stop.click(None, None, None, cancels=proving.events, queue=False, api_visibility="private").then(
-            proving.after_stop, session, proving.outputs, queue=False, **quiet
-        )
         gr.on([*begun, *proving.starts], None, None, None, cancels=crossing.events, queue=False, api_visibility="private")
-        ended = [*warming, *every, *mine, *proving.events]
-        gr.on(crossing.starts, None, None, None, cancels=ended, queue=False, api_visibility="private")
-        bar.stop.click(None, None, None, cancels=crossing.events, queue=False, api_visibility="private").then(
-            crossing.after_stop, session, crossing.outputs, queue=False, **quiet
-        )
+        others = [*warming, *every, *mine, *proving.events]
+        gr.on(crossing.starts, None, None, None, cancels=others, queue=False, api_visibility="private")
+        # One chain, so that one answer at a time is waited for: the browser keeps six connections, and the cancellation needs one of them.
+        everything = [*every, *mine, *proving.events, *crossing.events]
+        after = bar.stop.click(None, None, None, cancels=everything, queue=False, api_visibility="private")
+        shown: list[Any] = [first, second, third, fourth, fifth, racing, explaining, proving, crossing]
+        for one in shown:
+            after = after.then(stopped(one.after_stop), fourth.remembered if one is fourth else session, one.outputs, queue=False, **quiet)
         for moments in ([demo.load], [bar.draft.input, bar.k.input]):
             gr.on(moments, proving.badge, [bar.draft, bar.k], badge, trigger_mode="always_last", **quiet, **CONCURRENCY)
+    # What a start cancels comes before it, for the same reason: else it would be cancelled when the start is over, with whatever is newer.
+    listeners = sorted(demo.fns.items(), key=lambda one: not one[1].is_cancel_function)
+    demo.fns.clear()
+    demo.fns.update(listeners)
     return demo.queue(max_size=64)
 
 

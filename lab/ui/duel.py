@@ -31,7 +31,7 @@ from lab.serving.client import Event
 from lab.serving.command import Lane
 from lab.trace.io import load
 from lab.trace.render import visible
-from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say
+from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say, working
 from lab.ui.components import live
 from lab.ui.components.charts import Panels, charts, value_of
 from lab.ui.feed import dump
@@ -241,6 +241,7 @@ def duel(lab: Lab, frame: Frame) -> Duel:
             async for turn in turns(None if plan.alternate else group[0]):
                 yield turn
 
+    @working
     async def run_duel(state: Session, first: str, second: str, choice: str, *values: Any) -> AsyncIterator[tuple[Any, ...]]:
         state.active = "duel"
         current: Lane | None = None

@@ -19,7 +19,7 @@ from lab.errors import LabError
 from lab.plots import Series
 from lab.serving.endpoint import Endpoint
 from lab.trace.io import SUFFIX, load
-from lab.ui.app import CONCURRENCY, Frame, Lab, about, failed, say, trace_file
+from lab.ui.app import CONCURRENCY, Frame, Lab, about, failed, say, trace_file, working
 from lab.ui.components import live
 from lab.ui.components.charts import HERTZ, charts, microscope_panels, series_of, value_of
 from lab.ui.feed import Feed, whole
@@ -111,6 +111,7 @@ def microscope(lab: Lab, frame: Frame) -> Microscope:
             run.id,
         )
 
+    @working
     async def run_prompt(state: Session, *values: Any) -> AsyncIterator[tuple[Any, ...]]:
         state.active = "microscope"
         try:
@@ -213,6 +214,7 @@ def microscope(lab: Lab, frame: Frame) -> Microscope:
         state.latest[run.request.lane] = run.id
         return finish(state, run, summary(run))
 
+    @working
     async def start_again(state: Session) -> AsyncIterator[tuple[Any, ...]]:
         lane = state.failed
         if lane is None:

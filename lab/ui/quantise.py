@@ -26,7 +26,7 @@ from lab.env import cache_dir
 from lab.errors import LabError
 from lab.plots import tensor_errors, tensor_sizes
 from lab.recipes.model import Hub, QuarkFp8, Recipe
-from lab.ui.app import Frame, Lab, failed, say
+from lab.ui.app import Frame, Lab, failed, say, working
 from lab.ui.bar import DRAFT_NAMES
 from lab.ui.components import live
 from lab.ui.components.charts import Panels, charts, value_of
@@ -209,6 +209,7 @@ def quantise(lab: Lab, frame: Frame) -> Quantise:
     outputs = [frame.status, shown, drawn]
     keep = gr.skip()
 
+    @working
     async def run(state: Session, precision: str) -> AsyncIterator[tuple[Any, ...]]:
         state.active = "quantise"
         gone, latest, began = threading.Event(), ["starting"], time.monotonic()

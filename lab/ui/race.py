@@ -28,7 +28,7 @@ from lab.errors import LabError
 from lab.plots import Curve, curves
 from lab.recipes.model import DraftChoice
 from lab.serving.command import Lane
-from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say
+from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say, working
 from lab.ui.bar import DRAFT_NAMES
 from lab.ui.compare import busy
 from lab.ui.components import live
@@ -216,6 +216,7 @@ def race_tab(lab: Lab, frame: Frame) -> RaceTab:
         said = ", ".join(f"{race.racers[place].label} {one}×" for one, place in best)
         return Status("done", f"Done: {count} rounds: {said}" if said else f"Done: {count} rounds.")
 
+    @working
     async def run_race(state: Session, *values: Any) -> AsyncIterator[tuple[Any, ...]]:
         state.active, state.race = "race", None
         chosen, typed, how, at_once, kinds, most, count = values

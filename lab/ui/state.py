@@ -213,3 +213,5 @@ class Session:
     barrier: Lane | None = None
     #: The lane that failed last, which the restart button starts again.
     failed: Lane | None = None
+    #: Handlers that Stop would cancel and that have not ended (`lab.ui.app.working`).
+    at_work: set[object] = field(default_factory=set)

@@ -20,7 +20,7 @@ import gradio as gr
 from lab import env, provenance
 from lab.bench import agg, charts, published, sweep_run
 from lab.errors import LabError
-from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say
+from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say, stopped, working
 from lab.ui.bar import DRAFT_NAMES
 from lab.ui.components import live
 from lab.ui.components.charts import charts as drawing
@@ -111,6 +111,7 @@ def sweep(lab: Lab, frame: Frame) -> SweepTab:
             return gr.DownloadButton(interactive=False), gr.DownloadButton(interactive=False)
         return gr.DownloadButton(value=str(one), interactive=True), gr.DownloadButton(value=str(stem.with_suffix(".csv")), interactive=True)
 
+    @working
     async def run(now: SweepState, beside: Sequence[str], *values: Any) -> AsyncIterator[tuple[Any, ...]]:
         try:
             plan = plan_of(recipe, *values)
@@ -144,11 +145,12 @@ def sweep(lab: Lab, frame: Frame) -> SweepTab:
             yield failed(error), *shown(now, beside), *files(now)
             return
         finally:
-            if not task.done():
-                now.stopped = time.monotonic()
+            cut = not task.done()
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, LabError):
                 await task
+            if cut:
+                now.stopped = time.monotonic()  # after the client has ended, which takes a while
         bad = found.count("failed"), found.count("refused")
         said = f"Sweep done: {found.count('done', 'earlier')} of {len(found.rows)} cells"
         detail = ", ".join(f"{count} {word}" for count, word in zip(bad, ("failed", "refused"), strict=True) if count)
@@ -184,7 +186,7 @@ def sweep(lab: Lab, frame: Frame) -> SweepTab:
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     running = begin.click(run, [state, overlay, *form], outputs, **quiet, **CONCURRENCY)
     end.click(None, None, None, cancels=[running], queue=False, api_visibility="private").then(
-        after_stop, [state, overlay], outputs, queue=False, **quiet
+        stopped(after_stop), [state, overlay], outputs, queue=False, **quiet
     )
     upload.upload(opened, [upload, state, overlay], outputs, queue=False, **quiet)
     clear.click(cleared, [state, overlay], outputs, queue=False, **quiet)

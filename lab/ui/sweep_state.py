@@ -31,6 +31,8 @@ class SweepState:
     troubles: list[str] = field(default_factory=list)
     #: When the running sweep was cancelled (time.monotonic()); 0 when none was.
     stopped: float = 0.0
+    #: As in `Session`.
+    at_work: set[object] = field(default_factory=set)
 
     @property
     def rows(self) -> list[dict[str, Any]]:

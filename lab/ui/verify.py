@@ -26,7 +26,7 @@ from lab.errors import LabError
 from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint
 from lab.ui import proof
-from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say
+from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say, working
 from lab.ui.components import live
 from lab.ui.components.charts import charts, value_of
 from lab.ui.runner import Status, wait_ready
@@ -108,6 +108,7 @@ def verify_tab(lab: Lab, frame: Frame, badge: gr.HTML) -> Proof:
             yield line
         box.append(await stack.enter_async_context(lab.engine.use(lane)))
 
+    @working
     async def run_verify(state: Session, kind: str, depth: float | None, *fields: float | None) -> AsyncIterator[tuple[Any, ...]]:
         state.active = "proof"
         lane: Lane | None = None
@@ -157,6 +158,7 @@ def verify_tab(lab: Lab, frame: Frame, badge: gr.HTML) -> Proof:
             keep,
         )
 
+    @working
     async def run_context(state: Session, kind: str, depth: float | None) -> AsyncIterator[tuple[Any, ...]]:
         state.active = "proof"
         try:

@@ -30,7 +30,7 @@ from lab.serving.client import WITHHOLD_ARGUMENT
 from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint
 from lab.trace import whatif
-from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say
+from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say, working
 from lab.ui.components import live
 from lab.ui.components.charts import Panels, charts, value_of
 from lab.ui.feed import dump
@@ -274,6 +274,7 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
         line = Status("done", "Measured." if complete else "Stopped: fitted to what was measured.", detail=f"saved as {path.stem}")
         return say(line), explain(summary, "Measured here"), value_of(panels(summary)), gr.Dropdown(choices=list(stored())), keep
 
+    @working
     async def run_measure(state: Session, kind: str, typed_ks: str, typed_batches: str) -> AsyncIterator[tuple[Any, ...]]:
         state.active, name = "why", secrets.token_hex(8)
         state.why = None
@@ -321,6 +322,7 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
                 await running
         yield finish(measuring.pop(name), complete=True)
 
+    @working
     async def every_k(state: Session) -> AsyncIterator[tuple[Any, ...]]:
         state.active, state.why = "why", None
         run = lab.runs.get(state.run)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +40,33 @@ class Watched:
 
     page: Any
     faults: list[str] = field(default_factory=list)
+    #: What gradio has asked its server for and not heard the end of.
+    asked: set[Any] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.page.on("request", lambda request: self.asked.add(request))
+        for end in ("requestfinished", "requestfailed"):
+            self.page.on(end, lambda request: self.asked.discard(request))
+
+    def settle(self, timeout: float = 120) -> None:
+        """Until nothing that was pressed is under way: gradio drops a click on a button whose last event is not over, and what it showed
+        last comes a moment before its end."""
+        until, idle = time.monotonic() + timeout, 0
+        while idle < 3:  # one request may follow from another's end
+            busy = [one.url for one in self.asked if re.search(r"/gradio_api/(queue|run|cancel|reset|upload)", one.url)]
+            idle = 0 if busy else idle + 1
+            assert time.monotonic() < until, f"the page is still busy: {busy}"
+            self.page.wait_for_timeout(40)
+
+    def press(self, name: str) -> None:
+        """Click the button of this name once the page is not busy."""
+        self.settle()
+        self.page.get_by_role("button", name=name, exact=True).click()
+
+    def fits(self) -> None:
+        """The page is as large as the window, once it has been drawn."""
+        size = "[document.documentElement.scrollHeight, document.documentElement.scrollWidth]"
+        self.page.wait_for_function(f"String({size}) === '720,1280'", timeout=60_000)
 
     def status(self) -> str:
         return str(self.page.locator("#e3-status .e3-status-text").inner_text())
@@ -46,7 +75,7 @@ class Watched:
         sync_api.expect(self.page.locator("#e3-status .e3-status-text")).to_contain_text(text, timeout=timeout * 1000)
 
     def run(self, until: str = "Done:", timeout: float = 120) -> None:
-        self.page.get_by_role("button", name="Run", exact=True).click()
+        self.press("Run")
         self.wait_status(until, timeout)
         sync_api.expect(self.page.locator(".e3-steps-root")).to_have_attribute("data-state", "done")
 

@@ -21,7 +21,7 @@ from lab.trace.model import Request
 from lab.ui.compare import strangers
 from lab.ui.state import Run
 
-from .conftest import PORT, Watched
+from .conftest import PORT, Watched, sync_api
 
 KEY = "sk-page-0123"
 IDS = [[10], [11, 12, 13], [14], [15, 16]]
@@ -110,11 +110,12 @@ def test_counts_colour_the_answer_and_the_page_says_what_is_missing(
         ("16", "recovered"),
     ]
     assert "".join(one["text"] for one in watched.words()) == "".join(WORDS.values())
+    sync_api.expect(watched.page.locator(".e3-about-line")).to_contain_text("their-model")
     content = watched.page.content()
     assert "--scheduler-cls" in content  # what would bring the rest
     assert "their-model" in content
     assert KEY not in content
-    assert watched.page.evaluate("document.documentElement.scrollHeight") == 720
+    watched.fits()
     saved = list((tmp_path / "traces").glob("*.jsonl"))
     assert saved
     assert all(KEY not in file.read_text(encoding="utf-8") for file in saved)

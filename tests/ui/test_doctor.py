@@ -44,7 +44,7 @@ def test_the_doctor_examines_a_recipe_and_a_hostile_line(serve: Serve, visit: Vi
     page.locator("#e3-doctor-line textarea").fill("http://127.0.0.1:1/metrics")
     page.get_by_role("button", name="Examine").click()
     sync_api.expect(summary).to_contain_text("calls no address", timeout=120_000)
-    assert page.evaluate("document.documentElement.scrollHeight") == 720
+    watched.fits()
 
 
 @pytest.mark.browser
@@ -70,7 +70,7 @@ def test_the_barrier_is_drawn_as_computed(serve: Serve, visit: Visit) -> None:
     sync_api.expect(block).to_have_attribute("aria-pressed", "true")
     assert page.locator(".e3-slot[data-lit=true]").count() == 16
     page.locator("#e3-barrier-kv .js-plotly-plot").nth(1).wait_for()
-    assert page.evaluate("document.documentElement.scrollHeight") == 720
+    watched.fits()
 
 
 def test_what_a_visitor_may_not_ask() -> None:

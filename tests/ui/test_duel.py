@@ -49,7 +49,7 @@ def test_a_duel_on_the_page(serve: Callable[..., str], visit: Callable[..., Watc
 
     page.get_by_label("Second draft").click()
     page.get_by_role("option", name="FP8", exact=True).click()
-    page.get_by_role("button", name="Run the duel").click()
+    watched.press("Run the duel")
     sync_api.expect(root).to_have_attribute("data-state", "done", timeout=300_000)
     watched.wait_status("Done: duel of BF16 against FP8")
     assert (
@@ -61,7 +61,7 @@ def test_a_duel_on_the_page(serve: Callable[..., str], visit: Callable[..., Watc
     assert len(measured) == 16
     assert len({request.prompt for request in measured}) == 8
     assert set(fake.lanes) == {"smollm2/bf16/k3/eager/traced", "smollm2/fp8/k3/eager/traced"}
-    assert page.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]") == [720, 1280]
+    watched.fits()
 
     # places are marked, clickable, and reached by keyboard; hostile tokens stay text
     marked = page.locator(".e3-places .e3-place-one, .e3-places .e3-place-other")
@@ -114,7 +114,7 @@ def test_a_duel_on_the_page(serve: Callable[..., str], visit: Callable[..., Watc
         page.get_by_role("button", name="Open two traces").click()
     chooser.value.set_files([tmp_path / "one.jsonl", tmp_path / "two.jsonl"])
     watched.wait_status("Opened two traces of the same prompts.")
-    assert "Not comparable: K differs: 3 and 5." in page.locator(".e3-duel-side").inner_text()
+    sync_api.expect(page.locator(".e3-duel-side")).to_contain_text("Not comparable: K differs: 3 and 5.")
     assert page.get_by_label("Prompt", exact=True).input_value(), "the prompt stays"
 
 
@@ -128,6 +128,7 @@ def test_stop_keeps_the_whole_prompts_of_a_duel(serve: Callable[..., str], visit
     page.get_by_role("option", name="BF16 without low level").click()
     page.get_by_role("button", name="Run the duel").click()
     sync_api.expect(page.locator(".e3-duel-root")).to_have_attribute("data-state", "running", timeout=300_000)
+    fake.pace = 2.0  # so that it is not over before it is stopped
     page.get_by_role("button", name="Stop", exact=True).click()
     watched.wait_status("what was measured is kept.")
     sync_api.expect(page.locator(".e3-duel-side")).to_contain_text("Stopped early")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,10 @@ def test_hostile_tokens_stay_text(serve: Serve, visit: Visit) -> None:
 def test_it_fits_and_can_be_read(serve: Serve, visit: Visit, theme: str) -> None:
     watched = visit(serve(engine()), theme=theme)
     watched.run()
-    size = "[document.documentElement.scrollHeight, document.documentElement.scrollWidth]"
-    assert watched.page.evaluate(size) == [720, 1280]
+    watched.fits()
     watched.page.get_by_role("tab", name="Beside the baseline").click()
-    assert watched.page.evaluate(size) == [720, 1280]
+    sync_api.expect(watched.page.locator("#e3-beside")).to_be_visible()
+    watched.fits()
     watched.page.get_by_role("tab", name="Microscope").click()
     chosen = ".e3-chip, .e3-word, .e3-tile b, .e3-tile span:not(.e3-hidden), .e3-panel-title, .e3-status-text, .e3-status-detail"
     chosen += ", .e3-about-line, summary, #e3-run, #e3-stop"
@@ -191,14 +192,14 @@ def test_the_card_says_confidence_and_alternatives(serve: Serve, visit: Visit) -
 
 
 def test_play_and_slow_motion(serve: Serve, visit: Visit) -> None:
-    watched = visit(serve(engine(pace=0.02)))
+    watched = visit(serve(engine(pace=0.05)))  # 1.6 s a step in slow motion: long enough to be seen, and stopped, on a busy machine
     watched.run()
     page = watched.page
     total = len({one["step"] for one in watched.chips()})
     page.get_by_role("slider", name="Speed of play").fill("-5")
     assert page.locator(".e3-factor").inner_text() == "1/32×"
     page.get_by_role("button", name="Play the steps").click()
-    page.locator(".e3-proposed").first.wait_for(timeout=15_000)  # the draft before its verdict
+    page.locator(".e3-proposed").first.wait_for()  # the draft before its verdict
     page.get_by_role("button", name="Pause").click()
     assert 0 < page.locator(".e3-list .e3-row:visible").count() < total
     assert page.locator(".e3-proposed, .e3-waiting").count() == 0
@@ -221,13 +222,15 @@ def test_the_charts_follow_the_slider(serve: Serve, visit: Visit) -> None:
 def test_stop_keeps_what_arrived_and_aborts_the_request(serve: Serve, visit: Visit) -> None:
     fake = engine(pace=0.5)
     watched = visit(serve(fake))
+    # What Stop cancels and what it shows are sent at once: the first to be heard is the second here.
+    watched.page.route("**/cancel", lambda route: (time.sleep(0.5), route.continue_()))
     watched.page.get_by_role("button", name="Run", exact=True).click()
     watched.page.locator('.e3-list .e3-row[data-step="3"]').wait_for()
     watched.page.get_by_role("button", name="Stop").click()
     watched.wait_status("Stopped: Eagle3 BF16, K=3, eager")
     assert fake.closed == 1
     assert 4 <= watched.page.locator(".e3-list .e3-row").count() < 31
-    assert watched.page.get_by_role("button", name="Save trace").is_enabled()
+    sync_api.expect(watched.page.get_by_role("button", name="Save trace")).to_be_enabled()
     fake.pace = 0.01
     watched.run()
 
@@ -237,6 +240,7 @@ def test_a_reload_brings_the_run_back(serve: Serve, visit: Visit) -> None:
     watched = visit(serve(fake))
     watched.run()
     before = seen_chips(watched)
+    watched.settle()  # what a reload breaks off would be told as a fault
     watched.page.reload()
     watched.wait_status("Done:")
     watched.page.locator(f'.e3-list .e3-row[data-step="{fake.requests[0].steps[-1].index}"]').wait_for()
@@ -259,7 +263,7 @@ def test_a_saved_trace_plays_without_an_engine(serve: Serve, visit: Visit, tmp_p
     fresh.wait_status("Opened:")
     sync_api.expect(fresh.page.locator(".e3-steps-root")).to_have_attribute("data-state", "opened")
     assert seen_chips(fresh) == expected_chips(request)
-    assert "vLLM 9.9" in fresh.page.locator(".e3-about-line").inner_text()
+    sync_api.expect(fresh.page.locator(".e3-about-line")).to_contain_text("vLLM 9.9")
     assert "recording" in fresh.page.locator(".e3-about-line").inner_text()
     fresh.page.locator("#e3-pick input").click()
     fresh.page.get_by_role("option", name=re.compile("second")).click()
@@ -295,17 +299,19 @@ def test_bad_input_is_answered_in_sentences(serve: Serve, visit: Visit) -> None:
     fake = engine()
     watched = visit(serve(fake))
     page = watched.page
-    page.get_by_label("Prompt").fill("  ")
-    page.get_by_role("button", name="Run", exact=True).click()
-    watched.wait_status("The prompt is empty.")
-    page.get_by_label("Prompt").fill("hello")
     for value in ("0", "99"):
         page.locator("#e3-k input").fill(value)
-        page.get_by_role("button", name="Run", exact=True).click()
+        watched.wait_status(f"K = {value} draft tokens a step is out of range.")  # the field's own answer, before anything is pressed
+        page.get_by_label("Prompt").fill("  ")
+        watched.press("Run")
+        watched.wait_status("The prompt is empty.")
+        page.get_by_label("Prompt").fill("hello")
+        watched.press("Run")
         watched.wait_status(f"K = {value} draft tokens a step is out of range.")
     page.locator("#e3-k input").fill("3")
+    watched.wait_status("The next run uses Eagle3 BF16, K=3")
     page.locator("#e3-max-tokens input").fill("99999")
-    page.get_by_role("button", name="Run", exact=True).click()
+    watched.press("Run")
     watched.wait_status("99999 new tokens do not fit.")
     assert fake.requests == []
     assert page.get_by_label("Prompt").input_value() == "hello"
@@ -333,7 +339,7 @@ def test_a_start_is_visible_and_a_failed_one_is_restarted_by_a_click(serve: Serv
     fake.start = 0
     watched.wait_status("did not start")
     fake.start = 120
-    watched.page.get_by_role("button", name="Run", exact=True).click()
+    watched.press("Run")
     watched.wait_status("Starting Eagle3 BF16")
     fake.fail_start, fake.start = True, 0
     watched.wait_status("did not start")
@@ -357,9 +363,9 @@ def test_a_server_that_dies_in_the_middle(serve: Serve, visit: Visit) -> None:
 
 
 def beside(watched: Watched) -> dict[str, str]:
-    watched.page.get_by_role("button", name="Run beside the baseline").click()
+    watched.press("Run beside the baseline")
     watched.wait_status("Done: Baseline, eager beside Eagle3 BF16, K=3, eager", timeout=300)
-    watched.page.locator(".e3-verdict [data-tile]").first.wait_for()
+    watched.page.locator(".e3-said").wait_for()  # the verdict's last part: two tiles are there from the beginning
     read = "all => Object.fromEntries(all.map(t => [t.dataset.tile, t.querySelector('b').textContent]))"
     return dict(watched.page.locator(".e3-verdict [data-tile]").evaluate_all(read))
 
@@ -389,7 +395,7 @@ def test_beside_the_baseline(serve: Serve, visit: Visit) -> None:
     lines = watched.page.locator("#e3-beside-charts .e3-plot").first.get_attribute("aria-label")
     assert "baseline" in lines
     assert "Eagle3 BF16" in lines
-    watched.page.get_by_role("button", name="Run beside the baseline").click()  # another pair, in the other order
+    watched.press("Run beside the baseline")  # another pair, in the other order
     sync_api.expect(watched.page.locator(".e3-said")).to_contain_text("median of 2 pairs", timeout=300_000)
     assert [request.lane for request in fake.requests[before:]] == lanes[::-1]
 
@@ -407,6 +413,36 @@ def test_a_difference_is_placed_and_measured(serve: Serve, visit: Visit) -> None
     assert marked == [str(ANSWER[17]), "20"]
 
 
+def test_what_starts_ends_what_runs_and_nothing_newer(serve: Serve, visit: Visit) -> None:
+    fake = engine(pace=0.05)
+    watched = visit(serve(fake))
+    page = watched.page
+    page.get_by_role("tab", name="Duel").click()
+    page.get_by_role("button", name="Run the duel").click()
+    watched.wait_status("Warming up Eagle3 BF16")
+    while not fake.requests:
+        page.wait_for_timeout(20)
+    fake.pace = 0.5  # what answers now takes much longer than it takes to end it
+
+    def newer(button: str, count: int) -> None:
+        """Press, and see what answered until then broken off: while it answers, not when it is over."""
+        older = fake.requests[-1]
+        page.get_by_role("button", name=button, exact=True).click()
+        while fake.closed < count and not older.finish:
+            page.wait_for_timeout(20)
+        assert (fake.closed, older.finish) == (count, None)
+
+    newer("Run", 1)
+    page.locator('.e3-list .e3-row[data-step="1"]').wait_for()
+    begun = len(fake.requests)
+    newer("Run beside the baseline", 2)
+    fake.pace = 0.01
+    watched.wait_status("Done: Baseline, eager beside Eagle3 BF16, K=3, eager")  # the end of the run before did not end it
+    assert fake.closed == 2
+    assert {request.settings["max_tokens"] for request in fake.requests[begun:]} == {32, 128}
+    assert len([one for one in fake.requests[begun:] if one.settings["max_tokens"] == 128]) == 2, "and no duel went on beside it"
+
+
 def test_each_session_has_its_own_run(serve: Serve, visit: Visit) -> None:
     fake = engine(pace=0.03)
     url = serve(fake)
@@ -414,6 +450,7 @@ def test_each_session_has_its_own_run(serve: Serve, visit: Visit) -> None:
     one.page.get_by_label("Prompt").fill("first")
     two.page.get_by_label("Prompt").fill("second")
     one.page.locator("#e3-k input").fill("2")
+    one.wait_status("The next run uses Eagle3 BF16, K=2")
     for watched in (one, two):
         watched.page.get_by_role("button", name="Run", exact=True).click()
     for watched in (one, two):

@@ -93,7 +93,10 @@ def http() -> Iterator[Callable[..., tuple[Any, Endpoint]]]:
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         running.append((server, thread))
+        until = time.monotonic() + 120
         while not server.started:
+            assert thread.is_alive(), "the server ended before it had started"
+            assert time.monotonic() < until, "the server did not start"
             time.sleep(0.01)
         return engine, Endpoint(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", "fake")
 
@@ -137,7 +140,7 @@ def test_a_race_on_screen(serve: Callable[..., str], visit: Callable[..., Watche
     engine = Servers(RECIPE, servers={lane().key: slow, lane("bf16", 3).key: fast})
     watched = visit(serve(engine))
     page = open_tab(watched)
-    assert page.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]") == [720, 1280]
+    watched.fits()
     page.locator("#e3-race-rounds input").fill("200")
     page.locator("#e3-race-start").click()
     wait_rounds(page, 2)
@@ -151,6 +154,8 @@ def test_a_race_on_screen(serve: Callable[..., str], visit: Callable[..., Watche
     watched.wait_status("what was measured is kept", timeout=120)
     count = int(re.search(r"after (\d+) whole", watched.status()).group(1))  # type: ignore[union-attr]
     assert count >= 2
+    for line in page.locator(".e3-race-table tbody tr").all():
+        sync_api.expect(line.locator("td").nth(3)).to_have_text(str(count))  # the table, too, is of the stopped race
     base, draft = rows(page)
     assert base[0] == "Baseline, eager"
     assert draft[0] == "Eagle3 BF16, K=3, eager"
@@ -171,8 +176,8 @@ def test_a_race_on_screen(serve: Callable[..., str], visit: Callable[..., Watche
     page.wait_for_timeout(1500)
     assert len(slow[0].seen) == asked, "a stopped race asks nothing any more"
     # a lane that dies is named, with what the lab knows, and what was measured stays
-    page.locator("#e3-race-rounds input").fill("30")
-    page.locator("#e3-race-start").click()
+    page.locator("#e3-race-rounds input").fill("200")
+    watched.press("Start the race")
     watched.wait_status("Race: ", timeout=120)
     wait_rounds(page, 1)
     engine.dead[lane("bf16", 3).key] = LabError("The engine <b>ended</b> by itself (exit code -9).", why="last lines of its log")

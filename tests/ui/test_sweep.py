@@ -78,21 +78,22 @@ def test_a_sweep_in_the_page(
     watched.wait_status("Cell ")
     watched.wait_status("Sweep done: 4 of 8 cells", timeout=300)
     cells = page.locator(".e3-sweep-cells tr[data-state]")
+    for state, count in (("done", 4), ("failed", 2), ("refused", 2)):
+        sync_api.expect(page.locator(f'.e3-sweep-cells tr[data-state="{state}"]')).to_have_count(count)
     states = cells.evaluate_all("all => all.map(one => one.dataset.state)")
     assert sorted(states) == ["done"] * 4 + ["failed"] * 2 + ["refused"] * 2
     sync_api.expect(root).to_contain_text("boom <b>${alert(1)}</b>")
     sync_api.expect(root).to_contain_text("max-num-seqs")
     sync_api.expect(root).to_contain_text("1.50x")
     charts = page.locator("#e3-sweep-charts .e3-plot")
-    assert charts.count() == 5
-    assert "1.50 at 1, 1.50 at 4" in str(charts.nth(0).get_attribute("aria-label"))
+    sync_api.expect(charts).to_have_count(5)
+    sync_api.expect(charts.nth(0)).to_have_attribute("aria-label", re.compile("1.50 at 1, 1.50 at 4"))
     # published beside it, labelled, with its caveats
     page.get_by_label("Kimi-K2.5").check()
     sync_api.expect(root).to_contain_text("published by AMD, MI355X")
     sync_api.expect(page.locator(".e3-sweep-warnings")).to_contain_text("not a controlled comparison")
     sync_api.expect(charts.nth(0)).to_have_attribute("aria-label", re.compile("MI355X"))
-    size = "[document.documentElement.scrollHeight, document.documentElement.scrollWidth]"
-    assert page.evaluate(size) == [720, 1280]
+    watched.fits()
     page.screenshot(path=str(tmp_path / f"sweep-{theme}.png"))
     # what was measured, as files
     for name, read in (("JSON", json.loads), ("CSV", lambda text: list(csv.DictReader(text.splitlines())))):
@@ -105,11 +106,13 @@ def test_a_sweep_in_the_page(
         return
     # stopped, it keeps what is there; started again, it goes on
     fake_vllm.fail, fake_vllm.pause = {}, 10.0
+    watched.settle()
     page.locator("#e3-sweep-start").click()
     watched.wait_status("Cell 6 of 8", timeout=300)
     page.locator("#e3-sweep-stop").click()
     watched.wait_status("Stopped after 5 of 8 cells")
     fake_vllm.pause = 0.0
+    watched.settle()
     page.locator("#e3-sweep-start").click()
     watched.wait_status("Sweep done: 6 of 8 cells", timeout=300)
     assert 8 <= len(fake_vllm.loads) <= 9, "six, then one and the one that was stopped, then that one again"

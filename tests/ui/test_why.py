@@ -50,10 +50,10 @@ def test_a_result_on_screen(serve: Callable[..., str], visit: Callable[..., Watc
         page.locator("#e3-why-open").click()
     chooser.value.set_files(path)
     watched.wait_status("cost.json")
+    sync_api.expect(page.locator(".e3-why-code")).to_have_text(json.dumps(summary["schedule"]))
     text = page.locator("#e3-why").inner_text()
     assert "<img src=x onerror=alert(1)>" in text
     assert page.locator("#e3-why img").count() == 0
-    assert page.locator(".e3-why-code").inner_text() == json.dumps(summary["schedule"])
     cells = [cell for cell in summary["cells"] if cell["k"]]
     shown = (
         page.locator(".e3-why-table").first.locator("tbody tr").evaluate_all("all => all.map(r => [...r.children].map(c => c.textContent))")
@@ -64,7 +64,7 @@ def test_a_result_on_screen(serve: Callable[..., str], visit: Callable[..., Watc
         assert row[3] == f"{cell['bound']:.2f}×"
     assert "held out" in text
     sync_api.expect(page.locator("#e3-why-charts .main-svg").first).to_be_visible()
-    assert page.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]") == [720, 1280]
+    watched.fits()
 
 
 def test_files_that_are_no_result_are_refused_in_sentences(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -70,6 +71,8 @@ main()
 """
     environment = {**os.environ, "EAGLE3_LAB_CACHE": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as app:
+        late = threading.Timer(300, app.kill)  # reading its lines has no time limit of its own
+        late.start()
         try:
             assert app.stdout is not None
             for line in app.stdout:
@@ -77,9 +80,15 @@ main()
                     break
             else:
                 pytest.fail("the page did not start")
+            late.cancel()
             yield found[1]
         finally:
+            late.cancel()
             app.terminate()
+            try:
+                app.wait(60)
+            except subprocess.TimeoutExpired:
+                app.kill()
 
 
 @pytest.mark.browser
@@ -99,4 +108,4 @@ def test_the_page_without_an_engine_plays_recordings_and_offers_no_run(light_pag
     page.get_by_role("tab", name="Doctor").click()
     page.get_by_role("button", name="Examine").click()
     sync_api.expect(page.locator("#e3-tabs")).to_contain_text("recipe smollm2, Eagle3 BF16", timeout=300_000)
-    assert page.evaluate("document.documentElement.scrollHeight") == 720
+    watched.fits()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ import pytest
 from lab import recipes
 from lab.ui.workshop.scenario import scenarios
 
-from ..conftest import PORT, sync_api
+from ..conftest import PORT, Watched, sync_api
 from .echo import Echo
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,9 +56,18 @@ def engine(**changes: Any) -> Echo:
     return Echo(recipes.get("smollm2"), **{"pace": 0.01, **changes})
 
 
+def ready(room: Any) -> None:
+    """Until every lane has answered: what is driven for a number of seconds shall have them all."""
+    until = time.monotonic() + 120
+    while not room.desk.view()["verdict"]["good"]:
+        assert time.monotonic() < until, room.desk.view()["verdict"]
+        time.sleep(0.1)
+
+
 @pytest.mark.slow
 def test_a_room_of_twelve(opened: Callable[..., Any], driver: ModuleType) -> None:
     room = opened(engine(), at_once=1)  # so that somebody has to wait, however fast the machine is
+    ready(room)
     summary = asyncio.run(driver.drive(room.url, room.presenter, clients=12, seconds=30, think=0.5, every=5, echo=True))
     assert summary["errors"] == []
     assert summary["wrong_session"] == []
@@ -70,9 +80,10 @@ def test_a_room_of_twelve(opened: Callable[..., Any], driver: ModuleType) -> Non
 @pytest.mark.slow
 def test_the_driver_sees_a_trace_in_the_wrong_session(opened: Callable[..., Any], driver: ModuleType) -> None:
     room = opened(engine())
+    ready(room)
     view = room.room.view
     room.room.view = lambda seat, **known: view(next(iter(room.room.seats.values()), seat) if seat.number > 0 else seat, **known)
-    summary = asyncio.run(driver.drive(room.url, room.presenter, clients=3, seconds=5, think=0.2, echo=True))
+    summary = asyncio.run(driver.drive(room.url, room.presenter, clients=3, seconds=8, think=0.2, echo=True))
     assert summary["wrong_session"]
     assert not summary["bars"]["no trace in the wrong session"]
 
@@ -99,14 +110,17 @@ def test_a_presenter_and_two_attendees(opened: Callable[..., Any], browser: Any)
     presenter = visit(room.presenter, 1280, 720)
     presenter.locator("#e3-steps .e3-steps-root").wait_for(timeout=60_000)
     assert room.door.token not in presenter.url, "the secret does not stay in the address bar"
+    expect(presenter.get_by_role("tab", name="Workshop")).to_be_visible()  # the last of them
     names = presenter.get_by_role("tab").all_inner_texts()
     presenter.get_by_role("tab", name="Workshop").click()
     expect(presenter.locator(".e3-desk-verdict")).to_have_text("Ready: every lane answered.", timeout=60_000)
     assert presenter.get_by_role("tab").all_inner_texts() == names
-    assert presenter.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]") == [720, 1280]
+    Watched(presenter).fits()
     assert presenter.locator(".e3-desk-qr svg path").get_attribute("d") == room.desk.join["qr"]["path"]
 
-    first, second, screen = visit(room.url), visit(f"{room.url}?scenario=first-look&scene=2"), visit(f"{room.url}stage", 1280, 720)
+    first = visit(room.url)
+    expect(first.locator("#seat")).to_have_text("Seat 1")  # before anybody else sits down
+    second, screen = visit(f"{room.url}?scenario=first-look&scene=2"), visit(f"{room.url}stage", 1280, 720)
     expect(screen.locator(".e3-join-url")).to_have_text(room.url)
     expect(second.locator("#prompt")).to_have_value(scenarios()["first-look"].scenes[1].prompt)
     # the attendee's page has no control over the engine, and its browser cannot use the presenter's routes
@@ -149,6 +163,7 @@ def test_a_presenter_and_two_attendees(opened: Callable[..., Any], browser: Any)
         page.locator(f".e3-vote-{name.lower()}").click(timeout=60_000)
         expect(page.locator(f".e3-vote-{name.lower()}")).to_have_attribute("aria-pressed", "true")
     expect(presenter.locator(".e3-desk-tally")).to_contain_text("Accept 1 · Reject 1")
+    expect(screen.locator("#stage .e3-votes-count")).to_have_text("2 guesses so far")
     assert screen.locator("#stage [data-mark]").count() == 0
     presenter.get_by_role("button", name="Reveal").click()
     game = room.room.stage.game
@@ -169,7 +184,7 @@ def test_a_presenter_and_two_attendees(opened: Callable[..., Any], browser: Any)
 
     # the engine dies: a recording plays, and says so on every page
     fake.ready.clear()
-    room.room.fall_back(room.room.lane)
+    room.room.loop.call_soon_threadsafe(room.room.fall_back, room.room.lane)  # the room belongs to the server's loop, not to this thread
     for page in (first, screen):
         expect(page.locator(".e3-badge")).to_contain_text("Recording of Eagle3 BF16", timeout=60_000)
         expect(page.locator("#engine")).to_have_attribute("data-health", "down")

@@ -191,9 +191,8 @@ def test_the_engines_end_keeps_everything_and_plays_a_recording() -> None:
         seats = [room.sit(None) for _ in range(3)]
         for seat in seats:
             room.ask(seat, Ask(f"q{seat.number}"))
-        while room.health == "ready":
+        while room.health == "ready" or seats[0].task is not None:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
         shown = room.view(seats[0])["stage"]
         assert shown["recording"].startswith("Recording of Eagle3 BF16, K=3, eager, made at ")
         assert shown["play"] is True
