@@ -34,6 +34,7 @@ from lab.serving.process import Server, StartCancelled, start_lane
 
 RESERVE = 512 << 20  # bytes that stay free for everything else
 JUST_USED = 3.0  # seconds during which an endpoint that was handed out counts as in use
+BUSY_TIMEOUT = 5.0  # seconds that a server may take to say whether it is busy
 STOP_TIMEOUT = 30.0  # seconds that a start may take to notice that it was called off
 TICK = 0.2
 FRESH = 5.0  # seconds for which a server elsewhere is taken to be as it was
@@ -293,8 +294,10 @@ class Lanes:
             return True
         assert entry.endpoint is not None
         try:
-            answer = httpx.get(f"{entry.endpoint.url}/metrics", headers=entry.endpoint.headers(), timeout=5.0, trust_env=False)
+            answer = httpx.get(f"{entry.endpoint.url}/metrics", headers=entry.endpoint.headers(), timeout=BUSY_TIMEOUT, trust_env=False)
             now = parse(answer.text, time.time())
+        except httpx.TimeoutException:
+            return True  # it is there and finds no time to answer
         except httpx.HTTPError:
             return False  # it does not answer, so it serves nobody
         return bool(now.running or now.waiting)

@@ -1,7 +1,8 @@
 """A stand-in for the vLLM server, with nothing of vLLM in it: run as a script with vLLM's flags, or served from a test's own process.
 
-As a script it is steered by the environment: FAKE_START (seconds before it answers), FAKE_FAIL (a line to die with), FAKE_CHILD (leave a
-child behind that ignores SIGTERM), FAKE_STUBBORN (ignore SIGTERM itself), FAKE_RUNNING (requests that /metrics reports as running).
+As a script it is steered by the environment: FAKE_START (seconds before it answers), FAKE_UNTIL (a file that must be there before it
+answers), FAKE_FAIL (a line to die with), FAKE_CHILD (leave a child behind that ignores SIGTERM), FAKE_STUBBORN (ignore SIGTERM itself),
+FAKE_RUNNING (requests that /metrics reports as running).
 """
 
 from __future__ import annotations
@@ -139,10 +140,14 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.environ.get("FAKE_CHILD"):
         deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-        subprocess.Popen([sys.executable, "-c", deaf])
+        child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.readline()  # from here on it is deaf
     if os.environ.get("FAKE_FAIL"):
         sys.exit(os.environ["FAKE_FAIL"])
     time.sleep(float(os.environ.get("FAKE_START", "0")))
+    while "FAKE_UNTIL" in os.environ and not os.path.exists(os.environ["FAKE_UNTIL"]):
+        time.sleep(0.02)
     server = Fake(arguments.port, arguments.served_model_name)
     server.running = int(os.environ.get("FAKE_RUNNING", "0"))
     print(f"INFO 01-01 00:00:01 [fake.py:2] pid {os.getpid()}", flush=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import json
 import ssl
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from lab.serving import remote
 from lab.serving.attach import Address, address, addresses, chosen, from_file, named, recipe_of
 from lab.serving.client import Delta, Done, Notice, generate
 from lab.serving.command import Lane
+from lab.serving.endpoint import Progress
 from lab.serving.lanes import Lanes
 from lab.serving.metrics import scrape
+from lab.serving.process import free_port
 from lab.trace import counted
 from lab.trace.counted import UNKNOWN, rebuilt
 
@@ -318,8 +321,9 @@ def test_measured_requests_ask_for_nothing_that_costs(fake: Any) -> None:
 
 
 def test_nobody_there_is_said_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "RETRY", 0.5)
     monkeypatch.setitem(remote.wait.__kwdefaults__, "retry", 0.5)
+    clock = itertools.count(0.0, 0.1)  # how long an attempt takes on this machine decides nothing
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _seconds: None))
     told: list[str] = []
 
     async def check() -> None:
@@ -332,29 +336,24 @@ def test_nobody_there_is_said_and_tried_again(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_server_that_comes_back_with_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "FRESH", 0.0)
-    first = engines.Fake(model="one")
-    port = first.server_address[1]
+    port = free_port()  # not one that the system hands to other programs' connections while nobody listens on it
 
     async def check() -> None:
         lanes, lane, told = Lanes(), lane_of(f"127.0.0.1:{port}"), list[str]()
-        with proxies.serving(first):
+        with proxies.serving(engines.Fake(port, "one")):
             assert (await lanes.endpoint(lane)).model == "one"
-        box: list[Any] = []
+        with ExitStack() as stack:
 
-        def come_back() -> None:
-            box.append(engines.Fake(port, "two"))
-            box[0].serve_forever(0.02)
+            def hear(progress: Progress) -> None:
+                if "does not answer" in progress.detail and not any("does not answer" in line for line in told):
+                    stack.enter_context(proxies.serving(engines.Fake(port, "two")))
+                told.append(progress.detail)
 
-        starter = threading.Timer(2.0, come_back)
-        starter.daemon = True
-        starter.start()
-        endpoint = await lanes.endpoint(lane, on_progress=lambda progress: told.append(progress.detail))
-        assert endpoint.model == "two"
-        assert any("does not answer" in line for line in told)
-        assert any("serves another model now: two" in line for line in told)
-        assert lanes.status()[0].memory is None
-        box[0].shutdown()
-        box[0].server_close()
+            endpoint = await lanes.endpoint(lane, on_progress=hear)
+            assert endpoint.model == "two"
+            assert any("does not answer" in line for line in told)
+            assert any("serves another model now: two" in line for line in told)
+            assert lanes.status()[0].memory is None
 
     asyncio.run(check())
 

@@ -115,23 +115,23 @@ async def collect(endpoint: Endpoint, prompt: str = CHAT, **more: int) -> tuple[
 
 async def quiet(endpoint: Endpoint, seconds: float = 15.0) -> bool:
     deadline = time.monotonic() + seconds
-    while (await scrape(endpoint)).running:
+    while (await scrape(endpoint, timeout=30.0)).running:
         if time.monotonic() > deadline:
             return False
         await asyncio.sleep(0.05)
     return True
 
 
-async def counted(endpoint: Endpoint, before: Snapshot, steps: list[Step], seconds: float = 15.0) -> Snapshot:
+async def counted(endpoint: Endpoint, before: Snapshot, steps: list[Step], seconds: float = 60.0) -> Snapshot:
     """The server's counters once they hold these steps; what they hold after some seconds, where they never do."""
     deadline = time.monotonic() + seconds
-    while (after := await scrape(endpoint)).drafts - before.drafts < len(steps) and time.monotonic() < deadline:
+    while (after := await scrape(endpoint, timeout=30.0)).drafts - before.drafts < len(steps) and time.monotonic() < deadline:
         await asyncio.sleep(0.1)
     return after
 
 
 async def check_answer(endpoint: Endpoint, k: int) -> Request:
-    before = await scrape(endpoint)
+    before = await scrape(endpoint, timeout=30.0)
     events, request = await collect(endpoint, max_tokens=40, alternatives=3)
     assert [event.text for event in events if isinstance(event, Notice)] == []
     steps = [event.step for event in events if isinstance(event, StepEvent)]
@@ -162,8 +162,8 @@ async def check_abort(endpoint: Endpoint) -> None:
     async for event in source:
         if isinstance(event, Delta) and event.ids:
             break
-    deadline = time.monotonic() + 15
-    while (running := (await scrape(endpoint)).running) != 1 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while (running := (await scrape(endpoint, timeout=30.0)).running) != 1 and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     assert running == 1
     await source.aclose()  # type: ignore[attr-defined]

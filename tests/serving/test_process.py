@@ -29,9 +29,14 @@ def start(recipe: Recipe, *, traced: bool = False, **more: object) -> Server:
     return start_lane(Lane(recipe, traced=traced), target="t", draft=None, **more)  # type: ignore[arg-type]
 
 
-def test_a_server_gets_ready_and_leaves_nothing(local_recipe: Make, gone: Gone) -> None:
+def test_a_server_gets_ready_and_leaves_nothing(local_recipe: Make, gone: Gone, tmp_path: Path) -> None:
     said: list[str] = []
-    server = start(local_recipe(FAKE_START="0.7"), say=said.append)
+
+    def say(line: str) -> None:
+        said.append(line)
+        (tmp_path / "said").touch()  # it answers only once its loading was told, however seldom the log is looked at
+
+    server = start(local_recipe(FAKE_UNTIL=str(tmp_path / "said")), say=say, timeout=60.0)
     with server:
         assert said[0] == "fake engine is loading"
         assert server.exit_code() is None
@@ -104,7 +109,6 @@ def test_what_a_dead_server_left_behind_is_ended(local_recipe: Make, gone: Gone)
     server = start(local_recipe(FAKE_CHILD="1"))
     assert server.log is not None
     pid = int(server.log.read_text().rsplit("pid ", 1)[1].split()[0])
-    time.sleep(0.5)  # the child is deaf by now
     os.kill(pid, signal.SIGKILL)
     assert gone(server, 60.0)
     assert server.exit_code() == 128 + signal.SIGKILL
