@@ -29,6 +29,7 @@ from lab.trace import stats
 from lab.trace.model import Request
 
 Say = Callable[[str], None]
+LOOKS, LAG = 20, 0.1  # how often, and how many seconds apart, counters that are behind the answers are read
 
 
 @dataclass
@@ -84,7 +85,19 @@ async def collect(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    collected.after = await scrape(endpoint)
+    collected.after = await _after(endpoint, collected)
+
+
+async def _after(endpoint: Endpoint, collected: Collected) -> Snapshot:
+    """The server's counters once they hold every draft of the answers, behind which they may lag; as they stand in the end otherwise."""
+    assert collected.before is not None
+    drafts = stats.count(step for _, request in collected.answers for step in request.steps).drafts
+    for _ in range(LOOKS):
+        after = await scrape(endpoint)
+        if after.drafts - collected.before.drafts >= drafts:
+            break
+        await asyncio.sleep(LAG)
+    return after
 
 
 def _length(counts: Sequence[stats.Counts]) -> dict[str, float] | None:

@@ -33,6 +33,9 @@ class FakeEngine:
     most_in_flight: int = 0
     drafts: int = 0
     generated: int = 0
+    #: Another fake, which must have begun as many answers as this one before this one ends an answer (or 20 seconds pass).
+    beside: FakeEngine | None = None
+    begun: int = 0
     #: When each request came and ended, seconds of `time.monotonic()`.
     spans: list[tuple[float, float]] = field(default_factory=list)
 
@@ -46,6 +49,8 @@ class FakeEngine:
 
     async def _stream(self) -> AsyncIterator[str]:
         came = time.monotonic()
+        self.begun += 1
+        number = self.begun
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         for start in range(0, len(self.ids), self.chunk):
@@ -58,6 +63,8 @@ class FakeEngine:
             last = start + self.chunk >= len(self.ids)
             choice = {"index": 0, "delta": {"content": "x"}, "token_ids": self.ids[start : start + self.chunk]}
             yield f"data: {json.dumps({'choices': [choice | {'finish_reason': 'stop' if last else None}]})}\n\n"
+        while self.beside is not None and self.beside.begun < number and time.monotonic() < came + 20:
+            await asyncio.sleep(0.001)
         self.spans.append((came, time.monotonic()))
         count = len(self.ids) + (self.fault == "miscount")
         self.in_flight -= 1

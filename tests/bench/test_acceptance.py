@@ -85,6 +85,23 @@ def test_the_servers_counters_are_compared() -> None:
     assert "not compared" in acceptance.render(acceptance.summarise(collected(CHAT)), "Eagle3")
 
 
+@pytest.mark.parametrize(("late", "agree"), [(0, True), (3, True), (1000, False)])
+def test_counters_that_are_behind_the_answers_are_waited_for(late: int, agree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+
+    async def scrape(_endpoint: Endpoint) -> Snapshot:
+        reads.append(1)
+        drafts, tokens, accepted = (7, 21, 8) if len(reads) > late else (6, 18, 6)
+        return Snapshot(time=1, drafts=100 + drafts, draft_tokens=300 + tokens, accepted_tokens=50 + accepted)
+
+    monkeypatch.setattr(acceptance, "scrape", scrape)
+    monkeypatch.setattr(acceptance, "LAG", 0.0)
+    found, nowhere = collected(CHAT, CODE, DEEP), Endpoint("http://127.0.0.1:9", "m")
+    asyncio.run(acceptance.collect(found, nowhere, [], concurrency=1, max_tokens=24, say=lambda _: None))
+    assert acceptance.summarise(found)["counters"]["agree"] is agree
+    assert len(reads) == (late + 1 if agree else acceptance.LOOKS)
+
+
 def test_the_table_names_every_group() -> None:
     text = acceptance.render(acceptance.summarise(collected(CHAT, CODE, DEEP, counters=(7, 21, 8))), "Eagle3 BF16, K=3, eager")
     rows = {line.split("  ")[0] for line in text.splitlines()}

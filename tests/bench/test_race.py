@@ -54,7 +54,8 @@ def test_lanes_of_one_machine_take_turns_in_balanced_order(serve: Serve, fake: A
 
 def test_lanes_on_machines_of_their_own_run_side_by_side(serve: Serve, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "HERE", ())
-    engines = fake(pause=0.01), fake(pause=0.01)
+    engines = fake(), fake()
+    engines[0].beside, engines[1].beside = engines[1], engines[0]  # side by side they are, however late a request comes on a busy machine
     one, two = racers(serve, *engines)
     two = replace(two, endpoint=replace(two.endpoint, url=two.endpoint.url.replace("127.0.0.1", "localhost")))
     found = Race([one, two], Plan(PROMPTS, rounds=3), rest=0)
@@ -138,7 +139,7 @@ def test_a_server_that_others_use_is_said_to_be_shared(serve: Serve, fake: Any, 
 
 def test_lines_come_from_the_counters_over_the_lanes_own_time(serve: Serve, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "HERTZ", 50.0)
-    engines = fake(pause=0.005), fake(pause=0.005, chunk=2)
+    engines = fake(pause=0.01), fake(pause=0.01, chunk=2)
     found = Race(racers(serve, *engines), Plan(PROMPTS, rounds=3, concurrency=2), rest=0)
     asyncio.run(found.run())
     for place, line in enumerate(found.lines):

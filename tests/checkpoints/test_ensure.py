@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -114,16 +115,19 @@ def test_a_conversion_can_be_called_off(package: str, cache: Path, monkeypatch: 
 def test_the_conversion_ends_with_its_parent(tmp_path: Path) -> None:
     script = Path(checkpoints.__file__).with_name("convert.py")
     argv = [sys.executable, "-P", str(script), str(tmp_path), "none.gguf", str(tmp_path)]
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")  # it loads for ever, so nothing but its parent's end ends it
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     code = f"""import subprocess, time
-process = subprocess.Popen({argv!r}, stdin=subprocess.PIPE)
+process = subprocess.Popen({argv!r}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 print(process.pid, flush=True)
 time.sleep(60)"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _runs(child) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _runs(child)

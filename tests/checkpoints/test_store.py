@@ -129,7 +129,9 @@ def test_two_threads_make_it_once(folder: Path) -> None:
 
     def slow(output: Path) -> None:
         calls.append(1)
-        time.sleep(0.5)
+        deadline = time.monotonic() + 60
+        while len(said) < 2 and time.monotonic() < deadline:  # until both others have come and found it locked
+            time.sleep(0.01)
         fill(output)
 
     threads = [threading.Thread(target=make, args=(folder, slow), kwargs={"say": said.append}) for _ in range(3)]

@@ -173,10 +173,11 @@ def test_what_no_longer_fits_is_skipped_and_said(make: Make) -> None:
     assert len(more.did) == len(test.stages) - 1
 
 
-def test_a_stage_that_outlasts_the_budget_is_stopped(make: Make) -> None:
+def test_a_stage_that_outlasts_the_budget_is_stopped(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "estimate", lambda *_: 0.0)  # so that it is begun, however long a busy machine takes to come to it
     test, work = make(), Work(slow={"doctor": 60.0})
     began = time.monotonic()
-    assert go(test, work, budget=5.3) == "budget"  # the doctor's estimate is 5 s
+    assert go(test, work, budget=3.0) == "budget"
     assert time.monotonic() - began < 30
     assert test.records["doctor"]["state"] == "stopped"
     assert json.loads((test.folder / run.STATE).read_text())["runs"][-1]["how"] == "budget"
@@ -205,7 +206,7 @@ print(how)
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except OSError:  # no such file, or no such process: it may end between opening and reading
         return False
 
 
@@ -224,7 +225,8 @@ def test_nothing_is_left_running(tmp_path: Path, number: signal.Signals) -> None
     busy = int(told.read_text())
     assert _alive(busy)
     os.kill(child.pid, number)
-    out, _ = child.communicate(timeout=30)
+    out, _ = child.communicate(timeout=60)
+    deadline = time.monotonic() + 60
     while _alive(busy) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _alive(busy)

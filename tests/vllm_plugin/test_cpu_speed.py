@@ -163,7 +163,7 @@ class Draft:
 @pytest.mark.parametrize("seed", range(10))
 def test_draft_choice_is_vllms(seed: int, mapped: bool) -> None:
     draft = Draft(seed, mapped)
-    hidden = torch.randint(-2, 3, (5, 16)).to(torch.bfloat16)
+    hidden = torch.randint(-2, 3, (5, 16), generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
     logits = draft.compute_logits(hidden)
     notes: list[torch.Tensor] = []
     chosen = cpu_sampling.draft_tokens(draft, hidden, notes)

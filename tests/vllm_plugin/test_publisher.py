@@ -31,7 +31,7 @@ class Listener:
     def __init__(self, address: str) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.PULL)
-        self.socket.setsockopt(zmq.RCVTIMEO, 5000)
+        self.socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self.socket.bind(address)
 
     def until(self, ends: int) -> list[Message]:

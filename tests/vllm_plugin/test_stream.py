@@ -72,14 +72,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
         application.add_middleware(authenticate.AuthenticationMiddleware, tokens=["sesame"])
         application.add_middleware(Kept)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(application, port=port, log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="warning"))
         application.state.server = server
         serving = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
         engine = Publisher(f"ipc://{tmp_path}/s")
         try:
             if hello:
