@@ -254,8 +254,8 @@ class Lanes:
                     todo="Wait until they are idle, or stop one.",
                 )
             victim = idle[0]
-            entry.tell("evicted", f"stopped {victim.lane.label} to make room ({reason})")
-            self._halt(victim, "evicted", f"stopped to make room for {entry.lane.label}")
+            entry.tell("evicted", f"stopping {victim.lane.label} to make room ({reason})")
+            self._halt(victim, "evicted", f"stopped to make room for {entry.lane.label}", idle=True)
 
     def _crowded(self, warm: Sequence[Lane], lane: Lane) -> str:
         """Why `lane` may not run beside `warm` by their number, or by the GPU that they share; "" if it may."""
@@ -289,8 +289,11 @@ class Lanes:
             free = min(free, self._budget)
         return free >= sum(lane.recipe.memory_bytes for lane in lanes)
 
+    def _held(self, entry: _Entry) -> bool:
+        return bool(entry.holders) or time.monotonic() - entry.handed < JUST_USED
+
     def _busy(self, entry: _Entry) -> bool:
-        if entry.holders or time.monotonic() - entry.handed < JUST_USED:
+        if self._held(entry):
             return True
         assert entry.endpoint is not None
         try:
@@ -304,8 +307,11 @@ class Lanes:
 
     # --- stopping ---
 
-    def _halt(self, entry: _Entry, stage: Stage, why: str) -> None:
+    def _halt(self, entry: _Entry, stage: Stage, why: str, *, idle: bool = False) -> None:
+        """End the lane's server or start; with `idle`, unless somebody took the lane meanwhile."""
         with self._lock:
+            if idle and self._held(entry):
+                return
             entry.cancel.set()
             server, future = entry.server, entry.ready
             starting = entry.state == "starting"

@@ -126,7 +126,7 @@ def test_the_least_recently_used_idle_lane_makes_room(local_recipe: Make, gone: 
             assert [state(lanes, lane) for lane in (old, new, third)] == ["ready", "stopped", "ready"]
             assert gone(lanes._entries[new.key].server, 0.0)
             said = [progress.detail for progress in seen if progress.stage == "evicted"]
-            assert said == ["stopped Eagle3 BF16, K=2, eager to make room (at most 2 engines may run at once)"]
+            assert said == ["stopping Eagle3 BF16, K=2, eager to make room (at most 2 engines may run at once)"]
             async with lanes.use(old), lanes.use(third):
                 with pytest.raises(LabError, match="in use: Eagle3 BF16, K=1, eager, Eagle3 BF16, K=3, eager"):
                     await lanes.endpoint(fourth)
@@ -168,6 +168,27 @@ def test_a_lane_that_an_outside_client_uses_is_kept(local_recipe: Make, gone: Go
             assert state(lanes, busy) == "ready"
 
     # `local_recipe` makes its folders once; two names are two recipes
+    run(check())
+
+
+def test_a_lane_that_is_taken_at_the_last_moment_is_kept(local_recipe: Make, gone: Gone, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = Lanes._busy
+
+    def taken_meanwhile(self: Lanes, entry: Any) -> bool:
+        found = looked(self, entry)
+        entry.holders += 1  # somebody who comes between the look and the stop
+        return found
+
+    monkeypatch.setattr(Lanes, "_busy", taken_meanwhile)
+
+    async def check() -> None:
+        taken, other = Lane(local_recipe("taken")), Lane(local_recipe("other"))
+        async with opened(gone, most=1) as lanes:
+            await lanes.endpoint(taken)
+            with pytest.raises(LabError, match="no room"):
+                await lanes.endpoint(other)
+            assert state(lanes, taken) == "ready"
+
     run(check())
 
 
