@@ -98,14 +98,19 @@
       title.append(make("b", "", `Token ${index + 1} of the answer: `), fill(make("bdi", "e3-chip e3-candidate"), text));
       card.replaceChildren(title, decision(comparison.one, one), decision(comparison.other, other));
       card.hidden = false;
+      put();
+      const all = marked();
+      count.textContent = `place ${all.indexOf(place) + 1} of ${all.length} where they differ`;
+    }
+
+    // The card beside its place, wherever the list has been scrolled to.
+    function put() {
       const frame = root.getBoundingClientRect();
-      const at = place.getBoundingClientRect();
+      const at = selected.getBoundingClientRect();
       card.style.left = `${Math.max(4, Math.min(at.left - frame.left, frame.width - card.offsetWidth - 4))}px`;
       const under = at.bottom - frame.top + 6;
       const over = at.top - frame.top - card.offsetHeight - 6;
       card.style.top = `${under + card.offsetHeight > frame.height && over > 0 ? over : under}px`;
-      const all = marked();
-      count.textContent = `place ${all.indexOf(place) + 1} of ${all.length} where they differ`;
     }
 
     function step(direction) {
@@ -196,7 +201,11 @@
       event.preventDefault();
     });
     list.addEventListener("scroll", () => {
-      if (selected) close(false);
+      if (!selected) return;
+      const at = selected.getBoundingClientRect();
+      const view = list.getBoundingClientRect();
+      if (at.bottom <= view.top || at.top >= view.bottom) close(false);
+      else put(); // opening a place out of view scrolls too
     });
     document.addEventListener("click", (event) => {
       if (selected && !root.contains(event.target)) close(false);

@@ -80,8 +80,14 @@ def test_a_duel_on_the_page(serve: Callable[..., str], visit: Callable[..., Watc
     assert "place 2 of" in page.locator(".e3-duel-count").inner_text()
     page.keyboard.press("Escape")
     sync_api.expect(card).to_be_hidden()
-    page.get_by_role("button", name="Next place where the drafts differ").click()
-    sync_api.expect(card).to_be_visible()
+    step = page.get_by_role("button", name="Next place where the drafts differ")
+    for number in range(1, marked.count() + 1):  # most are out of view, and the list scrolls to them
+        step.click()
+        page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert page.locator(".e3-duel-count").inner_text().startswith(f"place {number} of")
+        sync_api.expect(card).to_be_visible()
+    page.locator(".e3-duel-list").evaluate("e => e.scrollTop = 0")
+    sync_api.expect(card).to_be_hidden()  # its place is out of view
 
     # both exports; the page opens without a request, a script or a dialog
     with page.expect_download() as download:
