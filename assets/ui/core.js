@@ -76,9 +76,22 @@ window.eagle3 = (() => {
     return parent;
   }
 
+  // Puts a card below or above what it is about, within `root`; while that is scrolled out of view in its `list`, the card is hidden.
+  function pin(card, about, list, root) {
+    const at = about.getBoundingClientRect();
+    const view = list.getBoundingClientRect();
+    card.hidden = at.bottom <= view.top || at.top >= view.bottom;
+    if (card.hidden) return;
+    const frame = root.getBoundingClientRect();
+    card.style.left = `${Math.max(4, Math.min(at.left - frame.left, frame.width - card.offsetWidth - 4))}px`;
+    const under = at.bottom - frame.top + 6;
+    const over = at.top - frame.top - card.offsetHeight - 6;
+    card.style.top = `${under + card.offsetHeight > frame.height && over > 0 ? over : under}px`;
+  }
+
   const plain = (run) => run.join("");
   const on = (name, call) => (listeners[name] = listeners[name] || []).push(call);
   const emit = (name, value) => (listeners[name] || []).forEach((call) => call(value));
   const define = (name, build) => (elements[name] = build);
-  return { define, mount, reader, make, fill, plain, on, emit };
+  return { define, mount, reader, make, fill, pin, plain, on, emit };
 })();

@@ -2,7 +2,7 @@
 // The value is the whole report each time; text travels as runs (own text and signs in turn) and enters by textContent alone.
 (() => {
   "use strict";
-  const { define, make, fill, plain } = window.eagle3;
+  const { define, make, fill, pin, plain } = window.eagle3;
   const SIGNS = { "better": "▲ ", "worse": "▼ ", "no difference shown": "≈ ", "too few prompts": "? " };
 
   define("duel", (root) => {
@@ -97,20 +97,9 @@
       const title = make("div", "e3-card-title");
       title.append(make("b", "", `Token ${index + 1} of the answer: `), fill(make("bdi", "e3-chip e3-candidate"), text));
       card.replaceChildren(title, decision(comparison.one, one), decision(comparison.other, other));
-      card.hidden = false;
-      put();
+      pin(card, place, list, root);
       const all = marked();
       count.textContent = `place ${all.indexOf(place) + 1} of ${all.length} where they differ`;
-    }
-
-    // The card beside its place, wherever the list has been scrolled to.
-    function put() {
-      const frame = root.getBoundingClientRect();
-      const at = selected.getBoundingClientRect();
-      card.style.left = `${Math.max(4, Math.min(at.left - frame.left, frame.width - card.offsetWidth - 4))}px`;
-      const under = at.bottom - frame.top + 6;
-      const over = at.top - frame.top - card.offsetHeight - 6;
-      card.style.top = `${under + card.offsetHeight > frame.height && over > 0 ? over : under}px`;
     }
 
     function step(direction) {
@@ -201,11 +190,7 @@
       event.preventDefault();
     });
     list.addEventListener("scroll", () => {
-      if (!selected) return;
-      const at = selected.getBoundingClientRect();
-      const view = list.getBoundingClientRect();
-      if (at.bottom <= view.top || at.top >= view.bottom) close(false);
-      else put(); // opening a place out of view scrolls too
+      if (selected) pin(card, selected, list, root);
     });
     document.addEventListener("click", (event) => {
       if (selected && !root.contains(event.target)) close(false);

@@ -2,7 +2,7 @@
 // The server sends every step once; what is on screen is the first `shown` of them, so scrubbing and playing need no server.
 (() => {
   "use strict";
-  const { define, reader, make, fill, plain, emit } = window.eagle3;
+  const { define, reader, make, fill, pin, plain, emit } = window.eagle3;
   const NAMES = {
     accepted: "accepted draft token",
     rejected: "rejected draft token",
@@ -271,14 +271,7 @@
       }
       const table = alternativesOf(place, mark);
       card.replaceChildren(title, ...lines, table);
-      card.hidden = false;
-      const frame = root.getBoundingClientRect();
-      const at = next.getBoundingClientRect();
-      const left = Math.max(4, Math.min(at.left - frame.left, frame.width - card.offsetWidth - 4));
-      const under = at.bottom - frame.top + 6;
-      const over = at.top - frame.top - card.offsetHeight - 6;
-      card.style.left = `${left}px`;
-      card.style.top = `${under + card.offsetHeight > frame.height && over > 0 ? over : under}px`;
+      pin(card, next, list, root);
     }
 
     function alternativesOf(place, mark) {
@@ -343,7 +336,7 @@
     });
     list.addEventListener("scroll", () => {
       if (!selected) followed = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
-      if (selected && !card.hidden) describe(selected);
+      if (selected) pin(card, selected, list, root);
     });
     document.addEventListener("click", (event) => {
       if (selected && !root.contains(event.target)) close();

@@ -191,6 +191,26 @@ def test_the_card_says_confidence_and_alternatives(serve: Serve, visit: Visit) -
     assert "the target never looked here" in watched.page.locator(".e3-card").inner_text()
 
 
+def test_the_card_stays_with_its_token(serve: Serve, visit: Visit) -> None:
+    watched = visit(serve(engine()))
+    watched.run()
+    steps, card, chip = (
+        watched.page.locator(".e3-list"),
+        watched.page.locator(".e3-card"),
+        watched.page.locator('.e3-chip[data-step="1"]').first,
+    )
+    steps.evaluate("e => { e.style.flex = 'none'; e.style.height = '60px'; }")  # room for one or two steps
+    chip.click()
+    sync_api.expect(card).to_be_visible()
+    said = card.inner_text()
+    steps.evaluate("e => e.scrollTop = e.scrollHeight")
+    sync_api.expect(card).to_be_hidden()
+    steps.evaluate("e => e.scrollTop = 0")
+    chip.scroll_into_view_if_needed()
+    sync_api.expect(card).to_be_visible()
+    assert card.inner_text() == said
+
+
 def test_play_and_slow_motion(serve: Serve, visit: Visit) -> None:
     watched = visit(serve(engine(pace=0.05)))  # 1.6 s a step in slow motion: long enough to be seen, and stopped, on a busy machine
     watched.run()
