@@ -187,8 +187,10 @@ def summarise(collected: Collected) -> dict[str, Any]:
 def render(summary: dict[str, Any], label: str) -> str:
     """The result as text for a terminal."""
 
-    def span(estimate: dict[str, float] | None) -> str:
-        return f"{estimate['value']:.3f} [{estimate['low']:.2f}, {estimate['high']:.2f}]" if estimate else "-"
+    def span(estimate: dict[str, float] | None, prompts: int) -> str:
+        if estimate is None or prompts < 2:  # one prompt has no spread
+            return f"{estimate['value']:.3f}" if estimate else "-"
+        return f"{estimate['value']:.3f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
 
     rows = []
     named = [*summary["kinds"].items()]
@@ -201,8 +203,8 @@ def render(summary: dict[str, Any], label: str) -> str:
                 name,
                 str(one["prompts"]),
                 str(one["tokens"]),
-                span(one["mean_acceptance_length"]),
-                span(fresh["mean_acceptance_length"]),
+                span(one["mean_acceptance_length"], one["prompts"]),
+                span(fresh["mean_acceptance_length"], one["prompts"]),
                 f"{100 * (1 - fresh['drafts'] / one['drafts']):.0f}%" if one["drafts"] else "-",
                 " ".join(f"{rate:.2f}" for rate in one["accepted_by_position"]),
             ]

@@ -24,6 +24,7 @@ from lab.errors import LabError
 from lab.serving.command import Lane
 
 PREFIX = "eagle3_lab_"
+SOURCE = f"{PREFIX}provenance"
 #: Format of a cell that was not measured.
 FAILED = "eagle3-lab-failed-cell"
 STATS = ("mean", "median", "p99", "std")
@@ -139,6 +140,8 @@ def loads(data: bytes, name: str) -> list[dict[str, Any]]:
             continue
         parse(row, name if len(rows) == 1 else f"{name}, result {number + 1},")
         kept.append(dict(row))
+        if kept[0].get(SOURCE) and f"{PREFIX}key" in row:  # what a field test keeps has it in the first row only (`fieldtest/keep.py`)
+            kept[-1].setdefault(SOURCE, kept[0][SOURCE])
     return kept
 
 

@@ -56,7 +56,7 @@ def _folder(recipe: Recipe, text: str) -> tuple[Recipe, Precision, str]:
     from lab.quant.draft import check_quantisable, read_draft  # checks the folder as quantising does; needs POSIX, as engines do
 
     draft = read_draft(Path(text))
-    quantised = "quantization_config" in draft.settings
+    quantised = bool(draft.settings.get("quantization_config"))
     if not quantised:
         check_quantisable(draft)  # a draft without d2t would be served without a word, and lose every duel
     variant = with_folder(recipe, Path(text), "fp8" if quantised else "bf16")

@@ -161,6 +161,10 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1000:.2f}"
 
 
+def _interval(found: Mapping[str, float], rounds: int) -> str:
+    return f" [{found['low']:.2f}, {found['high']:.2f}]" if rounds > 1 else ""  # one round has no spread
+
+
 def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
@@ -193,7 +197,7 @@ def render(summary: dict[str, Any]) -> str:
         rows.append(
             [
                 f"K={one['k']}, {one['concurrency']} x {one['context']:.0f}" + (" (held out)" if one["held_out"] else ""),
-                f"{measured['value']:.2f}x [{measured['low']:.2f}, {measured['high']:.2f}]" if measured else "-",
+                _times(None) if not measured else _times(measured["value"]) + _interval(measured, summary["rounds"]),
                 _times(one["predicted_speedup"]),
                 f"{one['bound']:.2f}x",
                 f"{one['break_even']:.2f}",

@@ -8,8 +8,9 @@ The reference itself is known only up to the arithmetic's rounding: the same tar
 shape. `Binned.slack` is that difference, as the chi-squared distance between two such readings; a sample of n then follows a noncentral
 law with noncentrality n x slack at most, and `Outcome.p` allows for it. With a slack of 0 this is the plain test.
 
-Power: for any deviation whose total-variation distance is d in every context, the chi-squared distance is at least 4 d^2 (Cauchy-Schwarz),
-so the noncentrality is at least 4 n d^2: `detectable` gives the least d that a test at level alpha finds with a given probability.
+Power: for any deviation whose total-variation distance over the bins is d in every context, the chi-squared distance is at least 4 d^2
+(Cauchy-Schwarz), so the noncentrality is at least 4 n d^2: `detectable` gives the least d that a test at level alpha finds with a given
+probability. What moves between tokens of the pooled bin is not seen.
 Several tests: Holm (1979).
 """
 

@@ -106,7 +106,15 @@ async def ask_baseline(asker: Asker, plan: Plan, say: Say) -> Baseline:
         for one, views in zip(answers[at], scored[at], strict=True)
         for view, token in zip(views, one.ids, strict=True)
     ]
-    return Baseline(ids, answers, scored, divergence.noise(pairs, regrets))
+    try:
+        noise = divergence.noise(pairs, regrets)
+    except ValueError as error:
+        raise LabError(
+            "The baseline's own rounding cannot be measured with these answers.",
+            why=f"At no position were its two best candidates within {divergence.CLOSE:g} nats of each other.",
+            todo="Take more prompts, or longer answers.",
+        ) from error
+    return Baseline(ids, answers, scored, noise)
 
 
 def _count(judged: Sequence[Judged]) -> dict[str, Any]:
@@ -246,7 +254,7 @@ def _distribution(one: Mapping[str, Any]) -> list[str]:
     if not (reach["80%"] and reach["95%"]):
         return [f"{what}.", "The sample is too small to state what would have been found."]
     found = f"{reach['80%']:.3f} would have been found with 80%, of {reach['95%']:.3f} with 95%"
-    return [f"{what}.", f"A total-variation distance from the target's distribution of {found}."]
+    return [f"{what}.", f"A total-variation distance from the target's distribution (rare tokens counted as one) of {found}."]
 
 
 def _seen(seen: Mapping[str, Any]) -> str:

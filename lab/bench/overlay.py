@@ -94,7 +94,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
             label += f", {workload(row)}" if several[0] else ""
             label += f", {row.get('model')} on {row.get('hw')}" if several[1] or own(row, "label") is None else ""
             found[key] = Group(label, kind_of(row), base)
-        found[key].rows.setdefault(int(row["conc"]), []).append(row)
+        found[key].rows.setdefault(int(float(row["conc"])), []).append(row)
     return [Group(one.label, one.kind, one.base, dict(sorted(one.rows.items()))) for one in found.values()]
 
 

@@ -318,9 +318,12 @@ def _save(sweep: Sweep, row: Row) -> None:
 
 
 def save_csv(sweep: Sweep) -> Path:
-    """All results of the sweep as `sweep.csv`."""
+    """All results of the sweep as `sweep.csv`. Raises `LabError` where it cannot be written."""
     path = sweep.folder / "sweep.csv"
-    provenance.write_text(path, agg.to_csv(sweep.results))
+    try:
+        provenance.write_text(path, agg.to_csv(sweep.results))
+    except OSError as error:
+        raise LabError(f"The sweep's files cannot be written to {sweep.folder}.", why=f"{error.strerror or error}.") from error
     return path
 
 

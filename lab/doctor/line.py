@@ -121,7 +121,7 @@ def _prefix(words: list[str]) -> tuple[dict[str, str], str, list[str]]:
             return environment, "python -m", words[place + 1 :]
         if ASSIGNMENT.match(word):
             key, _, value = word.partition("=")
-            environment[key] = value
+            environment[key] = value.removesuffix(";")  # `export A=1; vllm serve ...`
         elif match := re.match(r"^(?:-e|--env=?)([A-Za-z_]\w*)=(.*)$", word):
             environment[match[1]] = match[2]
     first = next(

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from lab.doctor.rule import SEEN, Found, rule
 from lab.doctor.subject import Subject
 
+#: The rotary base of a configuration that gives none.
+BASE = 10_000.0
+
 
 @rule(
     "draft-context",
@@ -64,9 +67,9 @@ def draft_rope(s: Subject) -> Iterator[Found]:
     (own, kind), (theirs, their_kind) = rope(s.draft_view), rope(s.target_text)
     if s.draft is not None and s.draft.minimal:
         return
-    if theirs is not None and own != theirs:
+    if theirs is not None and (BASE if own is None else own) != theirs:
         yield Found(
-            f"rope_theta: draft {own if own is not None else 'not given (10000)'}, target {theirs:g}",
+            f"rope_theta: draft {own if own is not None else f'not given ({BASE:.0f})'}, target {theirs:g}",
             f"If it was trained with the target's: \"rope_theta\": {theirs:g} in the draft's config.json.",
         )
     elif own is not None and kind != their_kind:

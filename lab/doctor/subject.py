@@ -250,4 +250,5 @@ class Subject:
     @property
     def context(self) -> int | None:
         """The engine's longest context: `--max-model-len`, else the target's own."""
-        return whole(self.line.flags.get("max-model-len")) or self.target_int("max_position_embeddings")
+        asked = whole(self.line.flags.get("max-model-len"), 0) or 0
+        return asked if asked > 0 else self.target_int("max_position_embeddings")  # -1: vLLM takes what fits, at most the target's

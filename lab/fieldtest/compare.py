@@ -112,7 +112,8 @@ def differs(rows: Sequence[Row], table: Published) -> list[str]:
 
 
 def drafts(rows: Sequence[Row]) -> tuple[list[Spot], list[str]]:
-    """FP8 over BF16 at every concurrency that both have (ratio of output tokens per second), and what keeps them from being alike."""
+    """FP8 over BF16 at every concurrency that both have (ratio of output tokens per second), and what keeps them from being alike; `rows`
+    are of one workload."""
     found = _by_draft(rows)
     if "bf16" not in found or "fp8" not in found:
         return [], []

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from lab.bench import agg, sweep_table
+from lab.bench import agg, overlay, sweep_table
 from lab.bench.published import Published
 from lab.env import assets
 from lab.errors import LabError
@@ -189,9 +189,13 @@ def _sweep(rows: list[dict[str, Any]], broken: Sequence[str]) -> str:
 
 
 def _drafts(test: Test, rows: list[dict[str, Any]]) -> str:
-    spots, notes = compare.drafts(rows)
-    lines = [(str(spot.concurrency), f"{spot.y:.3f}x{_span(spot.low, spot.high, 3)}", str(spot.seeds)) for spot in spots]
-    shown = _table(("concurrency", "output tok/s, FP8 over BF16 [over seeds]", "seeds"), lines, numbers=(0, 1, 2)) if lines else ""
+    lines, notes = list[tuple[str, ...]](), dict[str, None]()
+    for load in dict.fromkeys(map(overlay.workload, rows)):
+        spots, why = compare.drafts([row for row in rows if overlay.workload(row) == load])
+        notes |= dict.fromkeys(why)
+        lines += [(said(load), str(spot.concurrency), f"{spot.y:.3f}x{_span(spot.low, spot.high, 3)}", str(spot.seeds)) for spot in spots]
+    header = ("lengths", "concurrency", "output tok/s, FP8 over BF16 [over seeds]", "seeds")
+    shown = _table(header, lines, numbers=(1, 2, 3)) if lines else ""
     _, sentence = compare.acceptance(test.folder, test.settings.common_k)
     text = "Acceptance on the traced prompts, paired: "
     return (shown or _quiet("Not measured at any concurrency in common.")) + _listed(notes) + f"<p>{said(text + sentence)}</p>"

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lab import provenance
+from lab.errors import LabError
 from lab.quant.draft import read_json
 from lab.quant.kv import MI355X, kv_gain, this_machine
 from lab.quant.report import table
@@ -34,5 +35,8 @@ def quantize(
             gain = kv_gain(report.saved, config, machine, draft=own)
             typer.echo(f"KV cache on {machine.name}: {gain.tokens} tokens more, {gain.share:.4%} of its memory ({gain.formula}).")
     if report_file:
-        provenance.write_text(report_file, report.json() + "\n")
+        try:
+            provenance.write_text(report_file, report.json() + "\n")
+        except OSError as error:
+            raise LabError(f"The report cannot be written to {report_file}.", why=f"{error.strerror or error}.") from error
     typer.echo(f"Written to {output}.")

@@ -132,7 +132,7 @@ def check_quantisable(draft: Draft) -> None:
     """Raise the `LabError` for a draft that must not be quantised: quantised already, or useless to vLLM as it is."""
     settings = draft.settings
     strange = sorted({header.dtype for name, header in draft.tensors.items() if name.endswith(".weight")} - set(FLOATS))
-    if "quantization_config" in settings or strange:
+    if settings.get("quantization_config") or strange:
         method = (settings.get("quantization_config") or {}).get("quant_method") or ", ".join(strange) or "an unnamed method"
         raise LabError(
             f"{draft.folder} is already quantised ({method}).",

@@ -148,11 +148,11 @@ def _check(request: Request) -> None:
 
 def _check_step(step: Step) -> None:
     where = f"step {step.index}"
-    if min((*step.draft, *step.sampled), default=0) < 0:
+    if min((*(token for token in step.draft if token != -1), *step.sampled), default=0) < 0:  # -1 in a draft is vLLM's padding
         raise ValueError(f"{where} has a negative token id")
     if step.draft_probs is not None and len(step.draft_probs) != len(step.draft):
         raise ValueError(f"{where} has {len(step.draft)} draft tokens and {len(step.draft_probs)} probabilities")
-    if step.draft and len(step.sampled) > len(step.draft) + 1:
+    if len(step.sampled) > len(step.draft) + 1:
         raise ValueError(f"{where} samples {len(step.sampled)} tokens from {len(step.draft)} draft tokens")
     if step.draft and step.sampled[: step.accepted] != step.draft[: step.accepted]:
         raise ValueError(f"{where} accepts tokens that its draft did not propose")

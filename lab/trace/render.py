@@ -106,6 +106,8 @@ def chip_text(piece: bytes) -> Run:
             text, bad, piece = piece[: error.start].decode("utf-8"), piece[error.start : error.end], piece[error.end :]
         for char in text:
             sign = _sign(char, spaces=True)
+            if not parts and "\ufe00" <= char <= "\ufe0f":  # says how to draw what is before it, which here is another token: an empty chip
+                sign = f"[U+{ord(char):04X}]"
             parts.append((False, char) if sign is None else (True, sign))
         parts += [(True, f"<0x{byte:02X}>") for byte in bad]
     return _run(parts)

@@ -22,6 +22,9 @@ from dataclasses import dataclass
 
 from lab.trace.model import Step
 
+#: `Known.depth` of a place where nothing was proposed: nothing would be, whatever K.
+ANY = 1 << 30
+
 
 @dataclass(frozen=True)
 class Known:
@@ -47,7 +50,7 @@ class Answer:
     @property
     def depth(self) -> int:
         """The largest k that was looked at."""
-        return max((one.depth for one in self.known.values()), default=0)
+        return max((one.depth for one in self.known.values() if one.depth < ANY), default=0)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def answer_of(steps: Sequence[Step]) -> Answer:
             for ahead in range(1, step.accepted + 1):
                 inner[place + ahead] = Known(step.accepted - ahead, len(step.draft) - ahead)
         elif step.phase == "decode" and step.sampled:
-            known[place] = Known(0, 1 << 30)  # nothing was proposed here, whatever K
+            known[place] = Known(0, ANY)
         place += step.kept
     return Answer(len(answer), known, inner)
 

@@ -107,6 +107,7 @@ def test_the_table_names_every_group() -> None:
     rows = {line.split("  ")[0] for line in text.splitlines()}
     assert {"chat", "code", "overall", "context 1024"} <= rows
     assert "2.000 [1.75, 2.50]" in text
+    assert "3.000 [" not in text, "one prompt has no interval"
 
 
 def test_nothing_and_nothing_traced(serve: Callable[[Any], Endpoint], fake: Any) -> None:

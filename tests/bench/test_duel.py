@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lab import recipes
+from lab import env, recipes
 from lab.bench import comparable, duel, reports
 from lab.bench.contestants import contestant, draft_names, label, one_setting
 from lab.bench.duel_cli import app
@@ -111,6 +111,15 @@ def test_names_of_drafts() -> None:
     assert label("bf16-low") == "BF16 without low level"
     assert contestant("smollm2:fp8", recipe).name == "smollm2:FP8"
     assert [each.kind for each in plan("bf16", "fp8", "bf16-low").contestants] == ["bf16", "fp8", "cut"]
+
+
+def test_a_null_for_a_quantisation_is_none(tmp_path: Path) -> None:
+    """Some exporters write out every field of the configuration."""
+    shipped = Path(str(env.assets())) / "drafts" / "smollm2-135m-eagle3"
+    config = json.loads((shipped / "config.json").read_text()) | {"quantization_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(shipped / "model.safetensors")
+    assert contestant(str(tmp_path), recipes.get("smollm2")).kind == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -152,6 +153,14 @@ def test_a_grid_of_planted_costs_is_explained() -> None:
     assert "held out" in text
     assert '"num_speculative_tokens_per_batch_size": [[1, 32, 2]]' in text
     assert "exact for each K" in text
+
+
+def test_one_round_has_no_interval() -> None:
+    summary = cost_report.summarise(measured(), HELD, max_batch=32)
+    several = cost_report.render(summary)
+    once = cost_report.render(summary | {"rounds": 1})
+    assert re.search(r"\d\.\d\dx \[\d", several)
+    assert not re.search(r"\d\.\d\dx \[\d", once)
 
 
 def test_an_error_on_cells_held_out_is_published() -> None:

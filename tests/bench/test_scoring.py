@@ -149,3 +149,22 @@ def test_bad_input_is_refused_before_an_engine_starts(arguments: list[str], word
     ran = CliRunner().invoke(app, arguments)
     assert isinstance(ran.exception, LabError), ran.output
     assert words in str(ran.exception)
+
+
+def test_a_baseline_that_is_sure_everywhere_tells_nothing_of_its_rounding(server: Callable[[Reply], Endpoint]) -> None:
+    from lab.bench import lossless
+    from lab.bench.prompts import Prompt
+
+    def sure(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        if path == "/tokenize":
+            return vllm(path, body)
+        choice: dict[str, Any] = {"token_ids": [5, 6][: body["max_tokens"]]}
+        choice["logprobs"] = {"top_logprobs": [{"token_id:5": -0.01, "token_id:7": -5.0}, {"token_id:6": -0.01, "token_id:8": -5.0}]}
+        listed = [{str(token): {"logprob": -0.01}, "9": {"logprob": -5.0}} for token in body["prompt"][1:]]
+        choice["prompt_logprobs"] = [None, *listed]
+        return 200, json.dumps({"choices": [choice]}).encode()
+
+    plan = lossless.Plan((Prompt("a", "chat", "Hi"),), concurrency=(1,), max_tokens=2, temperatures=(), samples=0)
+    with pytest.raises(LabError, match="own rounding cannot be measured") as caught:
+        ask(server(sure), lambda asker: lossless.ask_baseline(asker, plan, lambda _: None))
+    assert "within 2 nats" in caught.value.why

@@ -393,7 +393,7 @@ FOREIGN = {
 
 
 def test_inferencex_files_are_opened_and_compared(tmp_path: Path) -> None:
-    rows = [FOREIGN, FOREIGN | {"spec_decoding": "eagle3", "output_tput_per_gpu": 140.0}, FOREIGN | {"conc": 8}]
+    rows = [FOREIGN, FOREIGN | {"spec_decoding": "eagle3", "output_tput_per_gpu": 140.0}, FOREIGN | {"conc": "8.0"}]
     (tmp_path / "agg_all.json").write_text(json.dumps(rows))
     (tmp_path / "agg_one.json").write_text(json.dumps(FOREIGN | {"conc": 16, "is_multinode": False}))
     (tmp_path / "other.json").write_text("{}")

@@ -283,6 +283,7 @@ CASES: dict[str, tuple[list[Make], list[Make]]] = {
         [
             lambda: smol(draft=smol_draft(max_position_embeddings=2048)),
             lambda: smol(draft=smol_draft(max_position_embeddings=2048), machine=replace(CPU, vllm="0.24.0")),
+            lambda: smol("--max-model-len -1", draft=smol_draft(max_position_embeddings=2048)),
         ],
         [
             lambda: smol(),
@@ -296,7 +297,13 @@ CASES: dict[str, tuple[list[Make], list[Make]]] = {
             lambda: smol(draft=smol_draft(rope_theta=DROP, rope_parameters=DROP)),
             lambda: smol(draft=smol_draft(rope_parameters={"rope_theta": 100000.0, "rope_type": "yarn"})),
         ],
-        [lambda: smol(), lambda: smol(draft=smol_draft(rope_parameters=DROP))],
+        [
+            lambda: smol(),
+            lambda: smol(draft=smol_draft(rope_parameters=DROP)),
+            lambda: smol(
+                target=smol_target(rope_theta=10000.0, rope_parameters=DROP), draft=smol_draft(rope_theta=DROP, rope_parameters=DROP)
+            ),
+        ],
     ),
     "target-context": (
         [lambda: bare("vllm serve m --max-model-len 32768")],

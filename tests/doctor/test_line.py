@@ -44,6 +44,14 @@ def test_where_the_model_is(text: str, model: str) -> None:
     assert parse(text).model == model
 
 
+def test_commands_in_one_line_are_told_apart() -> None:
+    quoted = """--speculative-config '{"method": "eagle3"}'"""
+    for between in (";", " ;", " &&"):
+        line = parse(f"cd /x && export VLLM_ROCM_USE_AITER=1{between} vllm serve m {quoted}")
+        assert line.environment == {"VLLM_ROCM_USE_AITER": "1"}
+        assert line.model == "m"
+
+
 def test_values_and_negations() -> None:
     line = parse("vllm serve m --enable-prefix-caching --no-enable-prefix-caching --max-model-len 8K --block_size 32")
     assert not line.has("enable-prefix-caching")

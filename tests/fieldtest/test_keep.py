@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from lab.bench import agg
+from lab.bench import agg, overlay
 from lab.fieldtest import keep, plan, run
 from lab.fieldtest.scrub import Scrubber
 from tests.fieldtest.made import small
@@ -63,3 +63,14 @@ def test_prompts_from_files_are_swept_on_the_same_servers() -> None:
     assert sweeps[0].lanes == sweeps[-1].lanes
     assert [stage.workload.name for stage in sweeps if stage.workload] == ["64/32", "chat", "64/32", "chat"]
     assert settings.definition() != plan.replace(settings, texts=()).definition()
+
+
+def test_what_is_kept_differs_in_nothing_when_it_is_opened_again(make: Callable[..., run.Test]) -> None:
+    """Provenance stands in the first row only, and is every row's."""
+    origin = {"versions": {"vllm": "0.26.0"}, "hardware": {"cores": 32}, "recipe": {"flags": []}, "revision": "abc"}
+    row: dict[str, Any] = {
+        "conc": 4, "output_tput_per_gpu": 100.0, "hw": "h", "image": "vllm 0.26.0", "eagle3_lab_key": "a", "eagle3_lab_provenance": origin,
+    }  # fmt: skip
+    made = keep.keep(make(), [row, {**row, "conc": 8}], Scrubber({}, {}))
+    rows, _ = agg.load([made[0]])
+    assert overlay.differences(rows) == []

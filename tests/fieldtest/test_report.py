@@ -139,6 +139,18 @@ def test_the_page_compares_and_labels(make: Make) -> None:
     assert not re.search(r'(?:src|href)="https?:', page)
 
 
+def test_fp8_is_compared_with_bf16_on_the_same_load(make: Make) -> None:
+    test = make(small("kimi-k2.5"))
+    (test.folder / "sweep").mkdir()
+    chat = {"isl": 30, "osl": 64, "eagle3_lab_workload": "chat"}
+    measured = [row("bf16", 4, 100.0, k=4), row("fp8", 4, 120.0, k=4), row("bf16", 4, 50.0, k=4, **chat), row("fp8", 4, 55.0, k=4, **chat)]
+    for number, one in enumerate([*measured, row("fp8", 8, 70.0, k=4, **chat), row("bf16", 8, 200.0, k=4)]):
+        (test.folder / "sweep" / f"agg_{number}.json").write_text(json.dumps(one))
+    shown = report.build(test, TABLE).partition("FP8 against BF16</h2>")[2].partition("</table>")[0]
+    found = re.findall(r"<td>([^<]*)</td><td class=\"n\">(\d+)</td><td class=\"n\">([\d.]+)x", shown)
+    assert found == [("1024/1024", "4", "1.200"), ("chat", "4", "1.100")]
+
+
 def test_hostile_and_broken_files_stay_text(make: Make) -> None:
     test = make()
     evil = "<script>alert(1)</script>"

@@ -6,10 +6,12 @@ import json
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from lab.errors import LabError
-from lab.quant import SCHEME, quantize_draft, read_draft
+from lab.quant import SCHEME, QuantReport, Tensor, cli, quantize_draft, read_draft
 from lab.quant import run as runner
+from lab.quant.draft import check_quantisable
 
 from .conftest import config, tensors, write
 
@@ -75,6 +77,21 @@ BAD = {
     "no d2t": "no d2t",
     "no linear layer": "no linear layer",
 }
+
+
+def test_a_null_where_a_quantised_draft_has_its_configuration(draft):
+    """Some exporters write out every field: null means that it is not quantised."""
+    (draft / "config.json").write_text(json.dumps(config(quantization_config=None)))
+    check_quantisable(read_draft(draft))
+
+
+def test_a_report_that_cannot_be_written_is_said(draft, tmp_path, monkeypatch):
+    made = QuantReport("ptpc_fp8", str(draft), (Tensor("fc.weight", (1, 1), "BF16", "BF16", 2, 2, kept="so"),), (), "not asked")
+    monkeypatch.setattr(cli, "quantize_draft", lambda *_args, **_more: made)
+    (tmp_path / "file").write_text("in the way")
+    ran = CliRunner().invoke(cli.app, [str(draft), "--output", str(tmp_path / "fp8"), "--json", str(tmp_path / "file" / "report.json")])
+    assert isinstance(ran.exception, LabError)
+    assert "cannot be written" in str(ran.exception)
 
 
 def nothing_left(folder):

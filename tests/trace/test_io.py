@@ -47,6 +47,12 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_vllms_padding_of_a_draft_is_loaded() -> None:
+    padded = step(0, draft=(-1, -1), draft_probs=None, sampled=(9,), kept=1)
+    one = Trace(provenance={}, requests=[Request(trace="t", lane="l", prompt="p", steps=[padded, step(1)])])
+    assert io.loads(io.dumps(one)) == one
+
+
 def test_saving_where_one_may_not_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(LabError, match="could not be saved"):
@@ -87,6 +93,11 @@ CASES = {
     "unknown phase": (content(lambda r: r["steps"][0].update(phase="dream")), "contradicts.*line 2"),
     "probabilities": (content(lambda r: r["steps"][1].update(draft_probs=[0.5])), "step 1 has 2 draft tokens and 1 probabilities"),
     "negative id": (content(lambda r: r["steps"][0].update(draft=[-1, 6], sampled=[-1, 9])), "negative token id"),
+    "another negative id": (content(lambda r: r["steps"][0].update(draft=[-2, 6], sampled=[9], kept=1)), "negative token id"),
+    "several without a draft": (
+        content(lambda r: r["steps"][0].update(draft=[], draft_probs=None, sampled=[7, 9])),
+        "samples 2 tokens from 0",
+    ),
     "accepts what was not proposed": (content(lambda r: r["steps"][0].update(sampled=[7, 9])), "accepts tokens that its draft did not"),
     "too many sampled": (content(lambda r: r["steps"][0].update(sampled=[5, 6, 7, 8])), "samples 4 tokens from 2"),
     "kept": (content(lambda r: r["steps"][0].update(kept=3)), "keeps 3 of 2"),

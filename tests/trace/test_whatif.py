@@ -111,3 +111,17 @@ def test_answers_without_drafts() -> None:
     assert whatif.replay(whatif.answer_of(plain), 2) == whatif.Replay(2, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="at least one"):
         whatif.replay(whatif.answer_of(plain), 0)
+
+
+def test_steps_without_a_draft_are_no_depth() -> None:
+    """They are the same whatever K: a baseline's answer has nothing to replay, and one such step in a draft's answer is no larger K."""
+    answer, proposals = answer_and_draft(1)
+    common = {"trace": "t", "request": "r", "started": 0.0, "ended": 1.0}
+    plain = [
+        Step(**common, index=place, phase="decode" if place else "prefill", sampled=(token,), kept=1) for place, token in enumerate(answer)
+    ]
+    assert whatif.answer_of(plain).depth == 0
+    assert whatif.replay(whatif.answer_of(plain), 3).exact
+    drafted = run(answer, proposals, 3)
+    last = Step(**common, index=len(drafted), phase="decode", sampled=(7,), kept=1)
+    assert whatif.answer_of([*drafted, last]).depth == 3
