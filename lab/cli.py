@@ -177,7 +177,8 @@ def trace(
         from lab.trace.io import save
         from lab.trace.model import Trace
 
-        origin = provenance.collect(recipe=recipe, lane=request.lane, settings=request.settings)
+        known = {} if url else {"recipe": recipe}  # what a server that runs already was started with is not known here
+        origin = provenance.collect(**known, lane=request.lane, settings=request.settings)
         print(f"Saved to {save(Trace(provenance=origin, requests=[request]), output)}.")
     if request.error:
         raise LabError(request.error)

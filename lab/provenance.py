@@ -75,9 +75,10 @@ def revision() -> str:
     root = Path(__file__).resolve().parent.parent
     if (root / ".git").exists():
         command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode == 0:
-            return result.stdout.strip()
+        with contextlib.suppress(OSError):  # a checkout on a machine without git
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode == 0:
+                return result.stdout.strip()
     return versions().get("eagle3-lab", "unknown")
 
 

@@ -173,6 +173,7 @@ def test_trace_prints_rows_and_saves(command: Any, fake: Any, tmp_path: Path) ->
     saved = load(tmp_path / "t.jsonl")
     assert saved.requests[0].output_ids() == (5, 6, 8)
     assert saved.provenance["settings"]["temperature"] == 0.0
+    assert "recipe" not in saved.provenance, "what that server was started with is not known"
 
 
 def test_an_answer_that_breaks_off_is_printed_and_fails(command: Any, fake: Any) -> None:

@@ -57,7 +57,13 @@ def address(text: str, *, api_key: str | None = None, ca: str | None = None) -> 
         )
     if ca is not None and not Path(ca).is_file():
         raise LabError(f"There is no certificate file {ca}.", todo="Name the CA's certificate in PEM form.")
-    return Address(url.rstrip("/").removesuffix("/v1").rstrip("/"), api_key or os.environ.get("VLLM_API_KEY") or None, ca)
+    key = (api_key or os.environ.get("VLLM_API_KEY") or "").strip()
+    if not (key.isascii() and key.isprintable()):  # refused here: what refuses it later repeats it
+        raise LabError(
+            f"The API key for {_short(given)} holds a character that no header may carry.",
+            todo="Look for line breaks and letters beyond ASCII in VLLM_API_KEY, or where the file of servers says that the key is.",
+        )
+    return Address(url.rstrip("/").removesuffix("/v1").rstrip("/"), key or None, ca)
 
 
 def _short(text: str) -> str:

@@ -105,6 +105,9 @@ class _Answer:
             self.queue.put_nowait(_End(stream))
         except (LabError, _Broken, httpx.HTTPError, msgspec.MsgspecError) as error:
             self.queue.put_nowait(_End(stream, error))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            # JSON of another shape than vLLM's. Without its end, this stream would be waited for forever.
+            self.queue.put_nowait(_End(stream, _Broken(f"something that vLLM does not send: {type(error).__name__}: {error}")))
 
     async def chat(self) -> AsyncIterator[Delta | StepEvent | Notice]:
         """Send the request and read the answer."""

@@ -77,8 +77,13 @@ def cache_tokens(text: str) -> int | None:
 
 
 async def scrape(endpoint: Endpoint, *, client: httpx.AsyncClient | None = None, timeout: float = 5.0) -> Snapshot:
-    """Read the counters of `endpoint` now; `client` saves connecting anew at every call. Raises `LabError` if it does not answer."""
-    return parse(await read(endpoint, client=client, timeout=timeout), time.time())
+    """Read the counters of `endpoint` now; `client` saves connecting anew at every call. Raises `LabError` if it does not answer, or with
+    something else than counters."""
+    text = await read(endpoint, client=client, timeout=timeout)
+    try:
+        return parse(text, time.time())
+    except (ValueError, KeyError) as error:  # a page of whatever stands before a server elsewhere
+        raise LabError(f"The counters of {endpoint.url} cannot be read.", why="Its /metrics are not in the form of Prometheus.") from error
 
 
 async def read(endpoint: Endpoint, *, client: httpx.AsyncClient | None = None, timeout: float = 5.0) -> str:

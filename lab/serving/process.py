@@ -29,10 +29,12 @@ import httpx
 
 from lab.env import cache_dir
 from lab.errors import LabError, missing_dependency
+from lab.recipes.model import Hub
 from lab.serving import guard, log
 from lab.serving.command import MODULE, Command, Lane, command
 
 READY_TIMEOUT = 900.0  # seconds; a first compiled start on a slow machine takes minutes
+FETCH_TIMEOUT = 12 * 3600.0  # seconds, where vLLM may first have to fetch hundreds of gigabytes from the hub, without a word in its log
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 KILLED = 10.0  # seconds that processes may take to vanish after SIGKILL (freeing gigabytes on a busy machine is not instant)
 KEEP_LOGS = 30
@@ -142,12 +144,19 @@ class Server:
         address = self.command.environment.get("EAGLE3_LAB_TRACE_SOCKET", "-").removeprefix("ipc://")
         argv = [sys.executable, "-I", "-S", guard.__file__, str(GRACE), address, "--", *self.command.argv]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self.command.environment}
-        with self.log.open("ab") as output:
-            output.write(f"{self.command.shell()}\n".encode())
-            output.flush()
-            self._guard = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
+        try:
+            with self.log.open("ab") as output:
+                output.write(f"{self.command.shell()}\n".encode())
+                output.flush()
+                self._guard = subprocess.Popen(
+                    argv, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
+        except OSError as error:
+            raise LabError(
+                f"The engine for {self.name} could not be started.",
+                why=f"{error.strerror or error}.",
+                todo=f"Is there space for its log, {self.log}?",
+            ) from error
 
     def wait_ready(self, say: Say | None = None, cancelled: Callable[[], bool] | None = None) -> None:
         """Block until the server answers; `say` gets the last informative log line when it changes.
@@ -265,14 +274,18 @@ def start_lane(
     host: str = "127.0.0.1",
     say: Say | None = None,
     cancelled: Callable[[], bool] | None = None,
-    timeout: float = READY_TIMEOUT,
+    timeout: float | None = None,
     on_server: Callable[[Server], None] | None = None,
 ) -> Server:
     """Start `lane` and wait until it answers. Without `port` a free one is chosen, and another if that one is lost to someone else.
 
-    `on_server` gets the `Server` as soon as it runs. Raises `LabError` and `StartCancelled`; nothing is left running then.
+    `timeout`: seconds; None stands for as long as its weights may take. `on_server` gets the `Server` as soon as it runs. Raises
+    `LabError` and `StartCancelled`; nothing is left running then.
     """
     begin = launcher()
+    if timeout is None:
+        fetched = any(isinstance(one.weights, Hub) for one in (lane.recipe.target, *lane.recipe.drafts.values()))
+        timeout = FETCH_TIMEOUT if fetched else READY_TIMEOUT
     for attempt in range(4):
         chosen = port or free_port(host)
         if port and not port_is_free(port, host):

@@ -233,6 +233,20 @@ def test_a_server_that_repeats_the_key_is_not_repeated(fake: Any, proxy: Any) ->
     assert "Bearer ***" in str(caught.value)
 
 
+@pytest.mark.parametrize("ending", ["\n", "\r\n", " "])
+def test_a_key_from_a_file_may_end_in_a_line_break(fake: Any, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.key = KEY
+    monkeypatch.setenv("VLLM_API_KEY", KEY + ending)
+    assert remote.probe(address(fake.url)).model == "smollm2"
+
+
+@pytest.mark.parametrize("inside", ["\n", "\r", "é"])
+def test_a_key_that_no_header_may_carry_is_refused_and_not_repeated(inside: str) -> None:
+    with pytest.raises(LabError, match="no header may carry") as caught:
+        address("http://gpu:8000", api_key=f"{KEY}{inside}more")
+    assert KEY not in str(caught.value)
+
+
 @pytest.mark.parametrize("prefix", ["/team/b", ""])
 def test_a_wrong_prefix(proxy: Any, prefix: str) -> None:
     with pytest.raises(LabError, match="no OpenAI-style server"):

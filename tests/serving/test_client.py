@@ -204,3 +204,25 @@ def test_no_server_at_an_address() -> None:
     for url in ("http://127.0.0.1:9", "nonsense with spaces", "127.0.0.1:9/v1"):
         with pytest.raises(LabError, match="no OpenAI-style server"):
             asyncio.run(attach(url))
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        [1, 2],
+        {"choices": [{"delta": {"content": "x"}, "token_ids": [7], "logprobs": {"content": [{"top_logprobs": [{"token": "x"}]}]}}]},
+        {"choices": [None]},
+    ],
+    ids=["no object", "a candidate without its probability", "no choice"],
+)
+def test_json_of_another_shape_breaks_the_answer_off(fake: Any, endpoint: Endpoint, strange: Any) -> None:
+    """Nobody else ends the wait for a stream whose reader is gone."""
+    fake.chunks[2] = sse(strange)
+
+    async def run() -> list[Event]:
+        async with asyncio.timeout(20):
+            return [event async for event in generate(endpoint, "hello", alternatives=2)]
+
+    request = done(asyncio.run(run()))
+    assert "something that vLLM does not send" in request.error
+    assert request.text == "Hi"

@@ -54,3 +54,11 @@ def test_scrape(fake: Any) -> None:
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(LabError, match="cannot be read"):
         asyncio.run(scrape(Endpoint("http://127.0.0.1:9", "m")))
+
+
+@pytest.mark.parametrize("text", ["<html><body>Sign in</body></html>", 'vllm:num_requests_running{engine="0"} NaN'])
+def test_something_else_than_counters(fake: Any, text: str) -> None:
+    """As a proxy answers that knows the API's paths only."""
+    fake.counters = iter([text + "\n"])
+    with pytest.raises(LabError, match="cannot be read"):
+        asyncio.run(scrape(Endpoint(fake.url, "smollm2")))

@@ -10,12 +10,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lab.errors import LabError
-from lab.recipes.model import Recipe
+from lab.recipes.model import Hub, Recipe
 from lab.serving import guard, process
 from lab.serving.command import Lane
 from lab.serving.process import Server, StartCancelled, start_lane
@@ -94,6 +95,17 @@ def test_a_server_that_never_answers(local_recipe: Make, gone: Gone) -> None:
     with pytest.raises(LabError, match="did not answer within 1 s"):
         start(local_recipe(FAKE_START="60"), timeout=1.0, on_server=seen.append)
     assert gone(seen[0], 0.0)
+
+
+@pytest.mark.parametrize(("hub", "limit"), [(False, process.READY_TIMEOUT), (True, process.FETCH_TIMEOUT)])
+def test_weights_that_vllm_fetches_itself_have_time(local_recipe: Make, monkeypatch: pytest.MonkeyPatch, hub: bool, limit: float) -> None:
+    recipe, seen = local_recipe(), list[Server]()
+    if hub:
+        recipe = replace(recipe, target=replace(recipe.target, weights=Hub("somebody/something-large")))
+    monkeypatch.setattr(Server, "start", lambda _self: None)
+    monkeypatch.setattr(Server, "wait_ready", lambda *_: None)
+    start(recipe, on_server=seen.append)
+    assert seen[0].timeout == limit
 
 
 def test_a_start_can_be_called_off(local_recipe: Make, gone: Gone) -> None:
@@ -223,3 +235,10 @@ def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(LabError, match=r"eagle3-lab\[cpu\]"):
         process.launcher()
+
+
+def test_a_full_disk_is_said(local_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_log_file", lambda _name: Path("/dev/full"))
+    with pytest.raises(LabError, match="could not be started") as caught:
+        start(local_recipe())
+    assert caught.value.why == "No space left on device."

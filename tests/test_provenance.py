@@ -1,0 +1,13 @@
+"""Where an artefact came from, on machines that lack something."""
+
+from __future__ import annotations
+
+import pytest
+
+from lab import provenance
+
+
+def test_a_checkout_without_git_says_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that only mounts it: the page asks for the revision at every run."""
+    monkeypatch.setenv("PATH", "")
+    assert provenance.revision.__wrapped__() == provenance.versions().get("eagle3-lab", "unknown")
