@@ -61,12 +61,17 @@
         header();
       } else if (record.t === "tokens") {
         const lane = lanes[record.lane];
+        const trailed = lane.text.scrollHeight - lane.text.scrollTop - lane.text.clientHeight < 40; // else somebody reads further up
+        if (record.anew) {
+          lane.text.replaceChildren();
+          lane.tokens = 0;
+        }
         for (const [ids, mark, run] of record.list) {
           const span = make("span", `e3-word e3-word-${mark}`, null, { "data-token": ids.join(" "), "data-mark": mark, "data-output": lane.tokens, "data-count": ids.length });
           lane.tokens += ids.length;
           lane.text.append(fill(span, run));
         }
-        lane.text.scrollTop = lane.text.scrollHeight;
+        if (trailed) lane.text.scrollTop = lane.text.scrollHeight;
       } else if (record.t === "lane") {
         lanes[record.lane].done = record;
         header();

@@ -83,10 +83,12 @@ window.eagle3 = (() => {
     card.hidden = at.bottom <= view.top || at.top >= view.bottom;
     if (card.hidden) return;
     const frame = root.getBoundingClientRect();
-    card.style.left = `${Math.max(4, Math.min(at.left - frame.left, frame.width - card.offsetWidth - 4))}px`;
+    const size = card.getBoundingClientRect();
+    const zoom = root.currentCSSZoom || 1; // larger type: rectangles are on the screen, the card's place is within what is enlarged
+    card.style.left = `${Math.max(4, Math.min(at.left - frame.left, frame.width - size.width - 4)) / zoom}px`;
     const under = at.bottom - frame.top + 6;
-    const over = at.top - frame.top - card.offsetHeight - 6;
-    card.style.top = `${under + card.offsetHeight > frame.height && over > 0 ? over : under}px`;
+    const over = at.top - frame.top - size.height - 6;
+    card.style.top = `${(under + size.height > frame.height && over > 0 ? over : under) / zoom}px`;
   }
 
   const plain = (run) => run.join("");

@@ -135,11 +135,18 @@
     columns.append(room, stage, talk);
     root.append(said, columns);
 
+    // Builds what is in `parent` anew where it has changed. A button that has the keyboard's focus hands it to the one of the same `data-of`.
     const once = (parent, key, build) => {
       const text = JSON.stringify(key);
       if (parent.dataset.drawn === text) return;
+      const focused = parent.contains(document.activeElement) ? document.activeElement.dataset.of : undefined;
       parent.dataset.drawn = text;
       parent.replaceChildren(...build());
+      if (focused !== undefined) [...parent.querySelectorAll("[data-of]")].find((one) => one.dataset.of === focused)?.focus();
+    };
+    const of = (made, name) => {
+      made.dataset.of = name;
+      return made;
     };
     const drawScenes = () => {
       const found = state.scenarios.find((one) => one.name === pick.value);
@@ -147,7 +154,7 @@
       once(scenes, [found, at], () =>
         (found ? found.scenes : []).map((name, place) => {
           const line = make("li", place + 1 === at ? "e3-now" : "");
-          line.append(button(name, () => act("scene", { scenario: pick.value, at: place + 1 }), "e3-link"));
+          line.append(of(button(name, () => act("scene", { scenario: pick.value, at: place + 1 }), "e3-link"), `scene ${place}`));
           if (place + 1 === at) line.setAttribute("aria-current", "step");
           return line;
         }),
@@ -159,7 +166,7 @@
       state = record;
       const join = record.join;
       once(code, join.url, () => (join.url ? [qr(join.qr, `QR code of ${join.url}`)] : []));
-      once(address, [join, record.engine.present], () => [
+      once(address, [join, record.engine.present, record.engine.waiting], () => [
         make("b", "e3-join-url", join.url || ""),
         make("span", "e3-muted", `${record.engine.present} here · ${record.engine.waiting} in line`),
         make("span", "e3-muted", join.note || ""),
@@ -199,14 +206,14 @@
           ? record.offers.map((offer) => {
               const line = make("li");
               line.append(make("span", "", `Seat ${offer.seat} · ${offer.tokens} tokens `));
-              if (!offer.looked) line.append(button("Look", () => act("look", { offer: offer.id })));
+              if (!offer.looked) line.append(of(button("Look", () => act("look", { offer: offer.id })), offer.id));
               else {
-                line.append(button("Show to all", () => act("allow", { offer: offer.id })));
+                line.append(of(button("Show to all", () => act("allow", { offer: offer.id })), offer.id));
                 const text = make("div", "e3-desk-offer");
                 text.append(make("b", "", "Prompt: "), fill(make("span"), offer.prompt), make("br"), make("b", "", "Answer: "), fill(make("span"), offer.answer));
                 line.append(text);
               }
-              line.append(button("Take off", () => act("refuse", { offer: offer.id })));
+              line.append(of(button("Take off", () => act("refuse", { offer: offer.id })), `${offer.id} off`));
               return line;
             })
           : [make("li", "e3-muted", "Nothing yet. Attendees offer their answers; you see the text when you press Look.")],

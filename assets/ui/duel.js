@@ -28,6 +28,7 @@
     let report = null;
     let shown = 0;
     let selected = null;
+    let last = null; // the place that stepping goes on from, also when its card was closed
 
     const marked = () => [...list.querySelectorAll(".e3-place-one, .e3-place-other")];
 
@@ -87,7 +88,7 @@
     function open(place) {
       if (!place) return;
       close(false);
-      selected = place;
+      selected = last = place;
       place.classList.add("e3-selected");
       place.setAttribute("aria-expanded", "true");
       place.focus({ preventScroll: true });
@@ -98,13 +99,20 @@
       title.append(make("b", "", `Token ${index + 1} of the answer: `), fill(make("bdi", "e3-chip e3-candidate"), text));
       card.replaceChildren(title, decision(comparison.one, one), decision(comparison.other, other));
       pin(card, place, list, root);
-      const all = marked();
-      count.textContent = `place ${all.indexOf(place) + 1} of ${all.length} where they differ`;
+      tell();
     }
 
-    function step(direction) {
+    function tell() {
       const all = marked();
-      const at = selected ? all.indexOf(selected) + direction : direction > 0 ? 0 : all.length - 1;
+      const at = all.indexOf(last);
+      count.textContent = !all.length ? "no place where they differ" : at < 0 ? `${all.length} places where they differ` : `place ${at + 1} of ${all.length} where they differ`;
+      previous.disabled = next.disabled = !all.length;
+    }
+
+    function step(direction, from = last) {
+      const all = marked();
+      const before = all.indexOf(from);
+      const at = before >= 0 ? before + direction : direction > 0 ? 0 : all.length - 1;
       open(all[Math.max(0, Math.min(at, all.length - 1))]);
     }
 
@@ -120,57 +128,71 @@
       return made;
     }
 
+    function prompt(entry, comparison) {
+      const section = make("section", "e3-duel-prompt", null, { "data-prompt": entry.name });
+      const title = make("h3", "e3-panel-title", entry.name);
+      const asked = fill(make("bdi", "e3-muted e3-duel-asked"), entry.text);
+      const rates = make("div", "e3-muted", `accepted: ${comparison.one} ${entry.accepted[0]}, ${comparison.other} ${entry.accepted[1]}`);
+      const text = make("p", "e3-places");
+      entry.places.forEach((place, index) => text.append(word(place, index, comparison)));
+      section.append(title, asked, rates, text);
+      if (entry.parted !== null) {
+        section.append(make("p", "e3-warning", `From token ${entry.parted + 1} on the two answers differ:`));
+        [comparison.one, comparison.other].forEach((name, which) => {
+          const line = make("p", "e3-places");
+          line.append(make("b", "", `${name}: `));
+          for (const run of entry.rest[which]) fill(line, run);
+          section.append(line);
+        });
+      }
+      return section;
+    }
+
+    // What did not change stays as it is: while a duel runs, somebody reads the prompts that are done, with a card open or a finger down.
     function draw() {
-      close(false);
       const comparison = report.comparisons[shown];
       root.dataset.one = comparison.kinds[0];
       root.dataset.other = comparison.kinds[1];
       root.dataset.outcome = comparison.outcome;
       root.dataset.state = report.state;
       sentence.textContent = (report.state === "running" ? "So far: " : SIGNS[comparison.outcome]) + comparison.sentence;
-      choose.replaceChildren();
       choose.hidden = report.comparisons.length < 2;
-      report.comparisons.forEach((each, place) => {
-        const button = make("button", "e3-duel-tab", `against ${each.other}`, { type: "button", "aria-pressed": String(place === shown) });
-        button.addEventListener("click", () => {
-          shown = place;
-          draw();
+      const others = JSON.stringify(report.comparisons.map((each) => each.other));
+      if (choose.dataset.others !== others) {
+        choose.dataset.others = others;
+        choose.replaceChildren();
+        report.comparisons.forEach((each, place) => {
+          const button = make("button", "e3-duel-tab", `against ${each.other}`, { type: "button" });
+          button.addEventListener("click", () => {
+            shown = place;
+            draw();
+          });
+          choose.append(button);
         });
-        choose.append(button);
-      });
+      }
+      [...choose.children].forEach((button, place) => button.setAttribute("aria-pressed", String(place === shown)));
       names.replaceChildren(make("span", "e3-muted", "accepted from:"));
       for (const key of ["both", "one", "other", "neither", "apart"]) {
         names.append(make("span", `e3-place e3-place-${key}`, `${brief(key, comparison)} ${comparison.counts[key]}`, { title: relation(key, comparison) }));
       }
-      list.replaceChildren();
-      for (const entry of comparison.prompts) {
-        const section = make("section", "e3-duel-prompt", null, { "data-prompt": entry.name });
-        const title = make("h3", "e3-panel-title", entry.name);
-        const asked = fill(make("bdi", "e3-muted e3-duel-asked"), entry.text);
-        const rates = make("div", "e3-muted", `accepted: ${comparison.one} ${entry.accepted[0]}, ${comparison.other} ${entry.accepted[1]}`);
-        const text = make("p", "e3-places");
-        entry.places.forEach((place, index) => text.append(word(place, index, comparison)));
-        section.append(title, asked, rates, text);
-        if (entry.parted !== null) {
-          section.append(make("p", "e3-warning", `From token ${entry.parted + 1} on the two answers differ:`));
-          [comparison.one, comparison.other].forEach((name, which) => {
-            const line = make("p", "e3-places");
-            line.append(make("b", "", `${name}: `));
-            for (const run of entry.rest[which]) fill(line, run);
-            section.append(line);
-          });
-        }
-        list.append(section);
-      }
+      comparison.prompts.forEach((entry, place) => {
+        const old = list.children[place];
+        const drawn = JSON.stringify([comparison.one, comparison.other, entry]);
+        if (old && old.drawn === drawn) return;
+        const section = prompt(entry, comparison);
+        section.drawn = drawn;
+        if (old) old.replaceWith(section);
+        else list.append(section);
+      });
+      while (list.children.length > comparison.prompts.length) list.lastElementChild.remove();
+      if (selected && !selected.isConnected) close(false);
       side.replaceChildren(make("h3", "e3-panel-title", report.title));
       for (const warning of comparison.warnings) side.append(make("p", "e3-warning", `⚠ ${warning}`));
       if (report.overview) side.append(table(report.overview[0], report.overview[1]));
       side.append(table(["", comparison.one, comparison.other, "difference [95%]"], comparison.rows));
       side.append(make("p", "", comparison.places));
       for (const note of report.notes) side.append(make("p", "e3-muted", note));
-      const all = marked();
-      count.textContent = all.length ? `${all.length} places where they differ` : "no place where they differ";
-      previous.disabled = next.disabled = !all.length;
+      tell();
     }
 
     previous.addEventListener("click", () => step(-1));
@@ -184,8 +206,8 @@
       const place = event.target.closest(".e3-places .e3-place-one, .e3-places .e3-place-other");
       if (event.key === "Escape") close(true);
       else if (place && (event.key === "Enter" || event.key === " ")) open(place);
-      else if (place && event.key === "ArrowRight") step(1);
-      else if (place && event.key === "ArrowLeft") step(-1);
+      else if (place && event.key === "ArrowRight") step(1, place);
+      else if (place && event.key === "ArrowLeft") step(-1, place);
       else return;
       event.preventDefault();
     });
@@ -203,9 +225,8 @@
       names.hidden = false;
       report = JSON.parse(value);
       if (!before || before.title !== report.title || shown >= report.comparisons.length) shown = 0;
-      const at = list.scrollTop;
       draw();
-      if (before && before.title === report.title) list.scrollTop = at;
+      if (!before || before.title !== report.title || before.state !== "running") list.scrollTop = 0; // another report, from its beginning
     };
   });
 })();

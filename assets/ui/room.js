@@ -52,6 +52,7 @@
       trouble,
     );
     document.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return; // the browser's own zoom
       if (event.key === "+" || event.key === "=") scale(0.2);
       else if (event.key === "-") scale(-0.2);
     });
@@ -122,7 +123,7 @@
   if (asked.get("scenario"))
     fetch(`room/scene?${new URLSearchParams({ scenario: asked.get("scenario"), scene: asked.get("scene") || "1" })}`)
       .then((response) => response.json())
-      .then((record) => (record.error ? told(record.error.what, record.error.todo, "error") : record.prompt && (one("prompt").value = record.prompt)))
+      .then((record) => (record.error ? told(record.error.what, record.error.todo, "error") : record.prompt && (one("prompt").value ||= record.prompt)))
       .catch(lost);
 
   let seen = "";

@@ -12,7 +12,7 @@ window.eagle3.stage = (root, vote) => {
   let lines = 0;
   let text = "";
   let trace = null;
-  let guessed = ""; // the step that can be guessed about now
+  let guessed = ""; // the step that is on the page, and whether it is revealed
 
   // One of the page's elements outside gradio: the same `mount`, with a value that is set here.
   function element(name, parent) {
@@ -84,13 +84,16 @@ window.eagle3.stage = (root, vote) => {
   const guesses = (game) => `${game.votes} ${game.votes === 1 ? "guess" : "guesses"} so far`;
 
   function showGuess(game) {
-    if (!game.revealed && guessed === game.id) {
-      // The buttons stay: every guess of the room comes here, and a click on a button that is made anew under the finger is lost.
+    const now = `${game.id} ${game.revealed}`;
+    if (guessed === now) {
+      // What is there stays: every guess and every prompt of the room comes here, a click on a button that is made anew under the finger
+      // is lost, and so is a reader's place in the text. Of a revealed step nothing changes any more.
+      if (game.revealed) return;
       for (const made of body.querySelectorAll("[data-accept]")) made.setAttribute("aria-pressed", String(made.dataset.accept === String(game.mine)));
       body.querySelector(".e3-votes-count").textContent = guesses(game);
       return;
     }
-    guessed = game.revealed ? "" : game.id;
+    guessed = now;
     const prompt = make("p", "e3-stage-prompt");
     prompt.append(make("b", "", "Prompt: "), fill(make("span"), game.prompt));
     const before = make("p", "e3-before", null, { tabindex: "0", "aria-label": "The answer up to this step" });

@@ -38,8 +38,9 @@
       return tile;
     });
     // `[name, value, explanation]` of the whole run, or the values alone on the way there
+    // null: nothing is shown yet, and what was shown before is not of this run
     on("tiles", (tiles) =>
-      tiles.forEach((tile, place) => {
+      (tiles || names.map((name) => [name, "–", ""])).forEach((tile, place) => {
         const [value, why] = Array.isArray(tile) ? [tile[1], tile[2]] : [tile, "Up to the last step shown."];
         made[place].children[0].textContent = value;
         made[place].children[2].textContent = why;

@@ -31,13 +31,14 @@
     const player = make("div", "e3-player");
     const play = make("button", "e3-play", "▶", { type: "button", "aria-label": "Play the steps" });
     const slider = make("input", "e3-slider", null, { type: "range", min: "0", max: "0", value: "0", "aria-label": "Step" });
-    const count = make("output", "e3-count", "no steps yet");
+    const count = make("output", "e3-count", "no steps yet", { "aria-live": "off" }); // the slider says it; at every step it would be told on and on
     const speed = make("input", "e3-speed", null, { type: "range", min: "-5", max: "4", step: "0.5", value: "0", "aria-label": "Speed of play" });
     const factor = make("output", "e3-factor", "1×");
     player.append(play, slider, count, make("span", "e3-muted", "speed"), speed, factor);
     root.append(head, list, text, player, card);
 
-    let steps, rows, words, alternatives, shown, live, final, state, selected, timer, followed;
+    let steps, rows, words, alternatives, shown, live, final, state, selected, timer, followed, trailed;
+    let held; // somebody looks at an earlier step: what arrives meanwhile waits for the slider or the player
 
     function reset() {
       stop();
@@ -50,10 +51,12 @@
       final = null;
       state = "";
       selected = null;
-      followed = true;
+      held = false;
+      followed = trailed = true;
       list.replaceChildren();
       text.replaceChildren();
       card.hidden = true;
+      emit("tiles", null);
       bounds();
     }
 
@@ -66,12 +69,11 @@
         state = record.state;
         live = state === "running";
       } else if (record.t === "step") {
+        if (!steps.length) text.replaceChildren(); // the answer's first piece may be here before the step that says it again
         steps.push(record);
         rows.push(null);
-        if (!timer) grow(steps.length);
       } else if (record.t === "text") {
         text.append(fill(make("span", "e3-word e3-word-plain", null, { "data-token": record.ids.join(" "), "data-mark": "plain" }), record.run));
-        text.scrollTop = text.scrollHeight;
       } else if (record.t === "alternatives") {
         record.list.forEach((one, place) => (alternatives[record.from + place] = one));
         if (selected) describe(selected);
@@ -82,6 +84,7 @@
         state = record.state;
         live = false;
         root.dataset.state = state;
+        if (held) tell();
       }
     };
 
@@ -115,14 +118,12 @@
     // Show the first `wanted` steps: rows and words are made once and hidden or shown from then on.
     function grow(wanted) {
       wanted = Math.max(0, Math.min(wanted, steps.length));
-      const bottom = followed;
       for (; shown < wanted; shown += 1) {
         const step = steps[shown];
         if (!rows[shown]) {
           rows[shown] = { row: row(step), words: step.out.map((part) => word(step, part)) };
           list.append(rows[shown].row);
           text.append(...rows[shown].words);
-          if (list.children.length === 1) rove(list.querySelector(".e3-chip"));
         }
         rows[shown].row.hidden = false;
         rows[shown].words.forEach((one) => (one.hidden = false));
@@ -132,12 +133,12 @@
         rows[shown - 1].words.forEach((one) => (one.hidden = true));
       }
       if (selected && selected.closest(".e3-row").hidden) close();
-      if (bottom) {
-        list.scrollTop = list.scrollHeight;
-        text.scrollTop = text.scrollHeight;
-      }
+      const entry = list.querySelector('[tabindex="0"]'); // what Tab reaches must be in sight; a part of the prompt has no token
+      if (!entry || entry.closest(".e3-row").hidden) rove(list.querySelector(".e3-row:not([hidden]) .e3-chip"));
+      if (followed) list.scrollTop = list.scrollHeight;
+      if (trailed) text.scrollTop = text.scrollHeight;
       if (shown === steps.length && final) emit("tiles", final);
-      else if (shown) emit("tiles", steps[shown - 1].tiles);
+      else emit("tiles", shown ? steps[shown - 1].tiles : null);
       bounds();
     }
 
@@ -164,6 +165,7 @@
       play.textContent = "▶";
       play.setAttribute("aria-label", "Play the steps");
       for (const one of list.querySelectorAll(".e3-proposed, .e3-waiting")) one.classList.remove("e3-proposed", "e3-waiting");
+      rows?.[shown - 1]?.words.forEach((one) => (one.hidden = false)); // they waited for the verdict
     }
     function tick() {
       if (shown >= steps.length) {
@@ -190,20 +192,22 @@
     }
     play.addEventListener("click", () => {
       if (timer) {
-        rows[shown - 1]?.words.forEach((one) => (one.hidden = false));
         stop();
+        held = shown < steps.length;
         return;
       }
       if (shown >= steps.length) grow(0);
-      followed = true;
+      held = false;
+      followed = trailed = true;
       play.textContent = "❚❚";
       play.setAttribute("aria-label", "Pause");
       tick();
     });
     slider.addEventListener("input", () => {
       stop();
-      followed = true;
+      followed = trailed = true;
       grow(Number(slider.value));
+      held = shown < steps.length;
       tell();
     });
     speed.addEventListener("input", () => {
@@ -338,6 +342,9 @@
       if (!selected) followed = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
       if (selected) pin(card, selected, list, root);
     });
+    text.addEventListener("scroll", () => {
+      trailed = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
+    });
     document.addEventListener("click", (event) => {
       if (selected && !root.contains(event.target)) close();
     });
@@ -349,6 +356,12 @@
       clean();
       apply(record);
     });
-    return (value) => value && read(value);
+    return (value) => {
+      if (!value) return;
+      read(value);
+      // Once for all that came, not for each step: a file brings thousands, and every look at a height lays them all out.
+      if (timer || held) bounds();
+      else grow(steps.length);
+    };
   });
 })();

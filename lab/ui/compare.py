@@ -89,9 +89,10 @@ class BesideFeed:
         return "".join(self._lines)
 
     def update(self) -> str:
-        """Append what both runs have gained: `[ids, mark, text]` for each token or chunk."""
+        """Append what both runs have gained: `[ids, mark, text]` for each token or chunk; `anew`: steps come, in place of the chunks."""
         for lane, run in enumerate(self._runs):
             tokens: list[list[Any]] = []
+            anew = bool(self._chunks[lane] and run.request.steps and not self._steps[lane])
             for step in run.request.steps[self._steps[lane] :]:
                 added = self._answers[lane].feed(step, run.request.pieces)
                 tokens += [[[token.token], token.mark, list(token.text)] for token in added]
@@ -101,7 +102,7 @@ class BesideFeed:
                     tokens.append([list(ids), "plain", list(visible(text, spaces=False))])
                 self._chunks[lane] = len(run.chunks)
             if tokens:
-                self._add({"t": "tokens", "lane": lane, "list": tokens})
+                self._add({"t": "tokens", "lane": lane, "list": tokens, "anew": anew})
         return self.value
 
     def lane(self, lane: int) -> str:

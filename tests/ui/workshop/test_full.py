@@ -15,6 +15,7 @@ import pytest
 
 from lab import recipes
 from lab.ui.workshop.scenario import scenarios
+from lab.ui.workshop.seats import Ask
 
 from ..conftest import PORT, Watched, sync_api
 from .echo import Echo
@@ -194,3 +195,103 @@ def test_a_presenter_and_two_attendees(opened: Callable[..., Any], browser: Any)
         context.close()
     provoked = [fault for fault in faults if "403" in fault and "present/room/act" in fault]  # above, whenever the browser told it
     assert [fault for fault in faults if fault not in provoked] == []
+
+
+@pytest.mark.browser
+def test_what_the_room_does_leaves_a_page_in_peace(opened: Callable[..., Any], browser: Any) -> None:
+    """Everything that anybody does rings every page: what a page shows already is not built anew for it."""
+    fake = engine()
+    room = opened(fake, at_once=1, warm=False)
+    until = time.monotonic() + 120
+    contexts: list[Any] = []
+    faults: list[str] = []
+
+    held: list[Any] = []
+
+    def visit(url: str, width: int, height: int, late: str = "") -> Any:
+        contexts.append(browser.new_context(viewport={"width": width, "height": height}))
+        contexts[-1].set_default_timeout(120_000)
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: faults.append(f"page error: {error}"))
+        if late:
+            page.route(late, lambda route: held.append(route))  # Playwright marks what it calls: no method of a list
+        page.goto(url)
+        return page
+
+    def act(name: str, **values: Any) -> None:
+        asyncio.run_coroutine_threadsafe(room.desk.act(name, values), room.room.loop).result(60)
+
+    def do(call: Callable[[], Any]) -> None:
+        async def there() -> None:
+            call()
+
+        asyncio.run_coroutine_threadsafe(there(), room.room.loop).result(60)
+
+    expect = sync_api.expect
+    screen = visit(f"{room.url}stage", 1280, 720)
+    expect(screen.locator(".e3-join-url")).to_have_text(room.url)
+    while room.room.health != "ready":
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+    # a revealed step: its text stays where its reader has scrolled it, and keeps the focus
+    act("scene", scenario="first-look", at=4)
+    before = screen.locator(".e3-before")
+    expect(before).to_be_visible()
+    act("reveal")
+    expect(screen.locator(".e3-tally-true")).to_be_visible()
+    before.focus()
+    before.evaluate("e => { e.mine = true; }")
+    do(lambda: room.room.ask(room.room.sit(7), Ask("from another seat")))
+    expect(screen.locator("#foot")).to_contain_text("1 here")
+    assert screen.evaluate("document.activeElement.mine === true")
+
+    # the card stands at its token, also in large type
+    assert screen.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--e3-zoom')") == "1.6"
+    act("run", prompt="shown to all")
+    chip = screen.locator('#stage .e3-row[data-step="3"] .e3-chip').nth(1)
+    expect(screen.locator('#stage .e3-steps-root[data-state="done"]')).to_be_visible()
+    chip.click()
+    card = screen.locator("#stage .e3-card")
+    expect(card).to_be_visible()
+    at, stands = chip.bounding_box(), card.bounding_box()
+    assert stands["x"] == pytest.approx(at["x"], abs=4)
+    assert min(abs(stands["y"] - at["y"] - at["height"]), abs(at["y"] - stands["y"] - stands["height"])) < 12
+
+    # the browser's own zoom is not the page's
+    screen.keyboard.press("Control+=")
+    screen.keyboard.press("Control+-")
+    screen.keyboard.press("Control+-")
+    assert screen.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--e3-zoom')") == "1.6"
+
+    # a deep link's prompt comes too late for somebody who types already
+    typing = visit(f"{room.url}?scenario=first-look&scene=2", 1280, 720, "**/room/scene?*")
+    typing.locator("#prompt").fill("my own")
+    while not held:
+        typing.wait_for_timeout(20)
+    with typing.expect_response("**/room/scene?*"):
+        held[0].continue_()
+    typing.wait_for_timeout(300)
+    assert typing.locator("#prompt").input_value() == "my own"
+
+    # the desk: who waits is counted, and the keyboard stays on what it pressed
+    desk = visit(room.presenter, 1280, 720)
+    desk.locator("#e3-steps .e3-steps-root").wait_for(timeout=60_000)
+    desk.get_by_role("tab", name="Workshop").click()
+    desk.get_by_label("Scenario", exact=True).select_option("first-look")
+    scene = desk.locator(".e3-desk-scenes button").first
+    scene.focus()
+    desk.keyboard.press("Enter")
+    expect(desk.locator(".e3-desk-scenes li").first).to_have_attribute("aria-current", "step")
+    expect(scene).to_be_focused()
+    fake.pace = 30
+    do(lambda: [room.room.sit(number) for number in (7, 8, 9)] and room.room.ring())
+    expect(desk.locator(".e3-desk-address")).to_contain_text(
+        "3 here · 0 in line"
+    )  # the page that types has seat 8; who is here does not change any more
+    for number in (7, 8, 9):
+        do(lambda number=number: room.room.ask(room.room.sit(number), Ask("x")))  # type: ignore[misc]
+    expect(desk.locator(".e3-desk-address")).to_contain_text("2 in line")
+    for context in contexts:
+        context.close()
+    assert faults == []

@@ -384,3 +384,60 @@ def test_the_preflight_opens_the_room_and_leaves_a_recording() -> None:
         room.show(Stage())
 
     run(test)
+
+
+def test_what_is_stopped_before_its_first_step_keeps_no_place() -> None:
+    """A task that is cancelled then runs nothing, so nothing in it can give back the seat and the place at the engine."""
+
+    async def test(room: Room, _: Desk) -> None:
+        seat = room.sit(None)
+        room.ask(seat, Ask("never begun"))
+        room.stop(seat)
+        await over(room, seat)
+        assert (room.line.running, seat.task) == ([], None)
+        room.ask(seat, Ask("begun"))
+        await over(room, seat)
+        assert seat.run is not None
+        assert seat.run.state == "done"
+
+    assert len(run(test, at_once=1).requests) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["stopped", "failed"])
+def test_what_ends_while_its_engine_starts_is_over(fails: bool) -> None:
+    """Else every page would wait for more of it, four times a second."""
+
+    async def test(room: Room, desk: Desk) -> None:
+        fake.start, fake.fail_start = 60.0, fails
+        fake.ready.clear()
+        desk.run({"prompt": "for all"})
+        while room.presenter.said is None or not room.presenter.said.text.startswith("Starting"):
+            await asyncio.sleep(0.01)
+        assert room.stage.kind == "trace"
+        shown = room.stage.run
+        assert shown is not None
+        if fails:
+            fake.start = 0.0
+        else:
+            room.stop(room.presenter)
+        while room.presenter.task is not None:
+            await asyncio.sleep(0.01)
+        assert shown.state == ("failed" if fails else "stopped")
+        if not fails:
+            assert room.presenter.said.text.startswith("Stopped")
+            assert not room.stage.update()
+
+    fake = engine()
+    run(test, fake)
+
+
+def test_a_scene_that_comes_late_does_not_take_the_stage() -> None:
+    async def test(room: Room, desk: Desk) -> None:
+        await desk.act("scene", {"scenario": "talk", "at": 2})
+        while not room.line.running:
+            await asyncio.sleep(0.01)
+        await desk.act("scene", {"scenario": "talk", "at": 1})
+        await over(room, room.presenter)
+        assert (room.stage.kind, room.stage.title) == ("say", "Hello")
+
+    run(test, engine(pace=0.01))
