@@ -16,6 +16,7 @@ import gradio as gr
 
 from lab.errors import LabError
 from lab.recipes.model import Recipe
+from lab.serving.command import Lane
 from lab.trace.io import save
 from lab.ui.bar import Bar
 from lab.ui.components.status import status_value
@@ -84,6 +85,12 @@ def stopped(show: Callable[..., Any]) -> Callable[..., Any]:
         return await show(state, *values) if inspect.iscoroutinefunction(show) else await asyncio.to_thread(show, state, *values)
 
     return inner
+
+
+def ended(lab: Lab, *lanes: Lane) -> Lane | None:
+    """The first of `lanes` whose engine ended by itself: every further use fails until the restart button starts it anew."""
+    dead = {one.lane.key for one in lab.engine.status() if one.state == "dead"}
+    return next((lane for lane in lanes if lane.key in dead), None)
 
 
 def say(status: Status) -> str:

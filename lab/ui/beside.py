@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import gradio as gr
 
@@ -77,6 +78,11 @@ def beside(lab: Lab, frame: Frame) -> Beside:
             best = max(best, speed)
         warmed.add(endpoint.url)
 
+    def saved(state: Session) -> Any:
+        """The button that saves both traces of the latest pair, stopped and failed ones included."""
+        path = trace_file(lab, state.baseline, state.other)
+        return gr.DownloadButton(value=path, interactive=path is not None)
+
     @working
     async def run_both(state: Session, *values: Any) -> AsyncIterator[tuple[Any, ...]]:
         state.active = "beside"
@@ -94,6 +100,7 @@ def beside(lab: Lab, frame: Frame) -> Beside:
             state.pairs, state.pairs_of = [], (settings, lanes[1].key)
         order = (0, 1) if len(state.pairs) % 2 == 0 else (1, 0)
         feed: BesideFeed | None = None
+        runs: list[Run] = []
         current = lanes[0]
         try:
             for lane in lanes:  # both engines first, so that the two runs follow each other closely
@@ -105,17 +112,20 @@ def beside(lab: Lab, frame: Frame) -> Beside:
             runs = [lab.runs.new(lane, settings) for lane in lanes]
             state.baseline, state.other, state.failed = runs[0].id, runs[1].id, None
             feed = BesideFeed(runs[0], runs[1])
-            yield keep, feed.value, pictures(state), keep, gr.Button(visible=False), about(lab, runs[1]), gr.Tabs(selected="beside")
+            unsaved = gr.DownloadButton(interactive=False)  # else it would save the pair before
+            yield keep, feed.value, pictures(state), unsaved, gr.Button(visible=False), about(lab, runs[1]), gr.Tabs(selected="beside")
             for index in order:
                 current, box = lanes[index], []
                 async for line in wait_ready(lab.engine, current, box):
                     yield say(line), *(keep,) * 6
                 due = 0.0
-                async for line in answer(lab.engine, replace(box[0], measured=True), settings, runs[index], period=MEASURED_PERIOD):
-                    picture: Any = keep
-                    if time.monotonic() >= due:
-                        picture, due = pictures(state), time.monotonic() + 1 / HERTZ
-                    yield say(line), feed.update(), picture, keep, keep, keep, keep
+                source = answer(lab.engine, replace(box[0], measured=True), settings, runs[index], period=MEASURED_PERIOD)
+                async with aclosing(cast(Any, source)) as lines:  # its end comes before this one's
+                    async for line in lines:
+                        picture: Any = keep
+                        if time.monotonic() >= due:
+                            picture, due = pictures(state), time.monotonic() + 1 / HERTZ
+                        yield say(line), feed.update(), picture, keep, keep, keep, keep
                 feed.update()
                 yield say(summary(runs[index])), feed.lane(index), pictures(state), keep, keep, keep, keep
             speeds = runs[0].output_speed(), runs[1].output_speed()
@@ -139,9 +149,13 @@ def beside(lab: Lab, frame: Frame) -> Beside:
             value = feed.verdict(state.pairs, sampled=sampled, found=found, threshold=threshold, single=lanes[1].in_float32)
         except LabError as error:
             state.failed = current
-            yield failed(error), feed.update() if feed else keep, pictures(state), keep, gr.Button(visible=True), keep, keep
+            restart = gr.Button(visible=True)
+            yield failed(error), feed.update() if feed else keep, pictures(state), saved(state), restart, keep, keep
             return
-        path = trace_file(lab, runs[0].id, runs[1].id)
+        finally:
+            for run in runs:
+                if run.state == "running":
+                    run.state = "stopped"  # before it was sent
         done = Status(
             "done", f"Done: {lanes[0].label} beside {lanes[1].label}", detail="press again for another pair; the order alternates"
         )
@@ -149,7 +163,7 @@ def beside(lab: Lab, frame: Frame) -> Beside:
             say(done),
             value,
             pictures(state),
-            gr.DownloadButton(value=path, interactive=path is not None),
+            saved(state),
             keep,
             about(lab, runs[1]),
             keep,
@@ -159,7 +173,7 @@ def beside(lab: Lab, frame: Frame) -> Beside:
         if state.active != "beside":
             return (keep,) * len(outputs)
         line = Status("done", "Stopped: what was measured is kept.", detail="a stopped pair does not count for the speed-up")
-        return say(line), keep, pictures(state), keep, keep, keep, keep
+        return say(line), keep, pictures(state), saved(state), keep, keep, keep
 
     running = frame.bar.beside.click(
         run_both, [session, *frame.bar.inputs], outputs, show_progress="hidden", api_visibility="private", **CONCURRENCY

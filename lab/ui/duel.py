@@ -28,10 +28,9 @@ from lab.errors import LabError
 from lab.plots import intervals, positions
 from lab.recipes.model import LEVELS
 from lab.serving.client import Event
-from lab.serving.command import Lane
 from lab.trace.io import load
 from lab.trace.render import visible
-from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say, working
+from lab.ui.app import CONCURRENCY, Frame, Lab, ended, failed, say, working
 from lab.ui.components import live
 from lab.ui.components.charts import Panels, charts, value_of
 from lab.ui.feed import dump
@@ -178,14 +177,14 @@ def duel(lab: Lab, frame: Frame) -> Duel:
             drawn = charts(panels(None), elem_id="e3-duel-charts")
 
     session, status = frame.session, frame.status
-    outputs = [status, shown, drawn, data, page, frame.tabs]
+    outputs = [status, shown, drawn, data, page, frame.tabs, frame.restart]
     keep = gr.skip()
 
     def finish(report: dict[str, Any], origin: dict[str, Any], line: Status, *, title: str, state: str) -> tuple[Any, ...]:
         """Everything that shows a report which is whole, or as whole as it gets."""
         found = export(lab, report, origin)
         buttons = [gr.DownloadButton(value=path, interactive=path is not None) for path in found]
-        return say(line), view(report, title=title, state=state), value_of(panels(report)), *buttons, keep
+        return say(line), view(report, title=title, state=state), value_of(panels(report)), *buttons, keep, keep
 
     def plan_of(first: str, second: str, choice: str, settings: Settings) -> core.Plan:
         against = [f"{first}-{level}" for level in LEVELS] if second == EACH else [second]
@@ -244,14 +243,13 @@ def duel(lab: Lab, frame: Frame) -> Duel:
     @working
     async def run_duel(state: Session, first: str, second: str, choice: str, *values: Any) -> AsyncIterator[tuple[Any, ...]]:
         state.active = "duel"
-        current: Lane | None = None
         try:
             settings = replace(Settings.of(lab.recipe, *values), alternatives=False)
             if settings.k == 0:  # the bar says "none": K is what a duel still needs
                 settings = replace(settings, k=lab.recipe.k)
             plan = plan_of(first, second, choice, settings)
         except LabError as error:
-            yield failed(error), *(keep,) * 5
+            yield failed(error), *(keep,) * 6
             return
         measured = core.Measured(plan)
         title = " against ".join([plan.contestants[0].name, ", ".join(each.name for each in plan.contestants[1:])])
@@ -261,23 +259,24 @@ def duel(lab: Lab, frame: Frame) -> Duel:
         try:
             async for news in measure(plan, measured):
                 if isinstance(news, Status):
-                    yield say(news), keep, keep, keep, keep, gr.Tabs(selected="duel")
+                    yield say(news), keep, keep, keep, keep, gr.Tabs(selected="duel"), keep
                     continue
                 name = plan.contestants[news.contestant].name
                 line = Status("busy", f"Duel: {title}", f"{news.done} of {news.turns} answers, the last by {name}", news.done / news.turns)
                 if len(measured.whole()) > whole:
                     whole = len(measured.whole())
                     report = await asyncio.to_thread(core.summarise, measured, about)
-                    yield say(line), view(report, title=title, state="running"), value_of(panels(report)), keep, keep, keep
+                    yield say(line), view(report, title=title, state="running"), value_of(panels(report)), keep, keep, keep, keep
                 else:
-                    yield say(line), *(keep,) * 5
+                    yield say(line), *(keep,) * 6
         except LabError as error:
-            state.failed = current
+            state.failed = ended(lab, *(each.lane for each in plan.contestants))
+            again = gr.Button(visible=state.failed is not None)
             if not measured.whole():
-                yield failed(error), *(keep,) * 5
+                yield failed(error), *(keep,) * 5, again
             else:
                 report = core.summarise(measured, about)
-                yield failed(error), *finish(report, shared, Status("done", ""), title=title, state="stopped")[1:]
+                yield failed(error), *finish(report, shared, Status("done", ""), title=title, state="stopped")[1:-1], again
             return
         report = await asyncio.to_thread(core.summarise, measured, about)
         line = Status("done", f"Done: duel of {title}", f"{len(plan.prompts)} prompts, one setting, only the draft changed")
@@ -288,7 +287,7 @@ def duel(lab: Lab, frame: Frame) -> Duel:
             return (keep,) * len(outputs)
         measured, shared, about, title = state.duel
         if not measured.whole():
-            return say(Status("info", "Stopped before a prompt was answered by both drafts.")), *(keep,) * 5
+            return say(Status("info", "Stopped before a prompt was answered by both drafts.")), *(keep,) * 6
         report = core.summarise(measured, about)
         line = Status("done", f"Stopped after {len(measured.whole())} of {len(measured.plan.prompts)} prompts: what was measured is kept.")
         return finish(report, shared, line, title=title, state="stopped")
@@ -305,7 +304,7 @@ def duel(lab: Lab, frame: Frame) -> Duel:
                     raise LabError(f"{name} holds no request.", todo="Choose another trace.")
             report = core.from_traces(traces)
         except LabError as error:
-            return failed(error), *(keep,) * 5
+            return failed(error), *(keep,) * 6
         origin = provenance.collect(recordings=[{"name": name, "provenance": trace.provenance} for name, trace in traces])
         line = Status("done", "Opened two traces of the same prompts.", f"{report['setting']['prompts']} prompts are in both")
         return finish(report, origin, line, title="two saved traces", state="opened")
@@ -318,7 +317,7 @@ def duel(lab: Lab, frame: Frame) -> Duel:
                 raise LabError("There is no such result.")
             report, origin = reports.load(stored[name])
         except LabError as error:
-            return failed(error), *(keep,) * 5
+            return failed(error), *(keep,) * 6
         machine = origin.get("hardware", {})
         where = f"{machine.get('cores', '?')} cores of {machine.get('cpu', 'an unknown processor')}, {origin.get('made', 'no date')}"
         line = Status("done", f"A shipped result, not measured now: {name.removeprefix('Measured: ')}", detail=where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from dataclasses import replace
 from typing import Protocol, cast
 
 import httpx
@@ -69,7 +70,9 @@ class Serving:
         """One prompt's events; the lane stays while they are read. Closing the iterator aborts the request."""
         async with AsyncExitStack() as stack:
             if endpoint.lane is not None:
-                await stack.enter_async_context(self._lanes.use(endpoint.lane))
+                held = await stack.enter_async_context(self._lanes.use(endpoint.lane))
+                if endpoint.lane.at is None:  # it may have been stopped since it was asked for, and be somewhere else now
+                    endpoint = replace(held, measured=endpoint.measured)
             events = client.generate(endpoint, prompt, temperature=temperature, max_tokens=max_tokens, alternatives=alternatives)
             async for event in await stack.enter_async_context(aclosing(cast(AsyncGenerator[Event, None], events))):
                 yield event

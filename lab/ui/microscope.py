@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gradio as gr
 
@@ -123,9 +124,11 @@ def microscope(lab: Lab, frame: Frame) -> Microscope:
         box: list[Endpoint] = []
         run: Run | None = None
         feed: Feed | None = None
+        state.waiting = True
         try:
             async for line in wait_ready(lab.engine, lane, box):
                 yield say(line), keep, keep, keep, gr.Button(visible=False), keep, gr.Tabs(selected="microscope"), keep
+            state.waiting = False
             run = lab.runs.new(lane, settings)
             feed = Feed(run)
             state.latest.pop(lane.key, None)  # so that the order of keys is the order of runs
@@ -134,25 +137,29 @@ def microscope(lab: Lab, frame: Frame) -> Microscope:
                 keep,
                 feed.value,
                 _charts(lab, state, run),
-                keep,
+                gr.DownloadButton(interactive=False),  # it would save the run before
                 gr.Button(visible=False),
                 about(lab, run),
                 gr.Tabs(selected="microscope"),
                 run.id,
             )
             due = 0.0
-            async for line in answer(lab.engine, box[0], settings, run):
-                picture: Any = keep
-                if time.monotonic() >= due:
-                    picture, due = _charts(lab, state, run), time.monotonic() + 1 / HERTZ
-                yield say(line), feed.update(), picture, keep, keep, keep, keep, keep
+            async with aclosing(cast(Any, answer(lab.engine, box[0], settings, run))) as lines:  # its end comes before this one's
+                async for line in lines:
+                    picture: Any = keep
+                    if time.monotonic() >= due:
+                        picture, due = _charts(lab, state, run), time.monotonic() + 1 / HERTZ
+                    yield say(line), feed.update(), picture, keep, keep, keep, keep, keep
         except LabError as error:
-            state.failed = lane
+            state.failed, state.waiting = lane, False
             if run is None:
                 yield failed(error), keep, keep, keep, gr.Button(visible=True), keep, keep, keep
             else:
                 yield finish(state, run, error, feed)
             return
+        finally:
+            if run is not None and run.state == "running":
+                run.state = "stopped"  # before it was sent
         yield finish(state, run, summary(run), feed)
 
     def scrub(state: Session, event: gr.EventData) -> Any:
@@ -163,10 +170,10 @@ def microscope(lab: Lab, frame: Frame) -> Microscope:
         return _charts(lab, state, run, steps=max(count, 0))
 
     def after_stop(state: Session) -> tuple[Any, ...]:
-        run = lab.runs.get(state.run)
+        run, waited, state.waiting = lab.runs.get(state.run), state.waiting, False
         if state.active != "microscope":
             return (keep,) * len(outputs)
-        if run is None or run.state not in ("stopped", "done", "failed"):
+        if waited or run is None or run.state not in ("stopped", "done", "failed"):
             return say(Status("info", "Stopped.")), keep, keep, keep, keep, keep, keep, keep
         return finish(state, run, summary(run))
 
@@ -220,8 +227,10 @@ def microscope(lab: Lab, frame: Frame) -> Microscope:
         if lane is None:
             yield keep, gr.Button(visible=False)
             return
+        # Somebody else may have pressed first: what starts by now, or answers, is not ended again.
+        ours = not any(one.lane.key == lane.key and (one.state == "starting" or one.in_use) for one in lab.engine.status())
         try:
-            async for line in wait_ready(lab.engine, lane, [], restart=True):
+            async for line in wait_ready(lab.engine, lane, [], restart=ours):
                 yield say(line), gr.Button(visible=False)
         except LabError as error:
             yield failed(error), gr.Button(visible=True)
@@ -233,7 +242,8 @@ def microscope(lab: Lab, frame: Frame) -> Microscope:
     start = [frame.bar.run.click, frame.bar.prompt.submit]
     running = gr.on(start, run_prompt, [session, *frame.bar.inputs], outputs, **quiet, **CONCURRENCY)
     again = restart.click(start_again, session, [status, restart], **quiet, **CONCURRENCY)
-    opened.upload(open_file, [session, opened], [*outputs, pick], **quiet)
-    pick.input(choose, [session, pick], [*outputs, pick], queue=False, **quiet)
+    # A recording takes the place of what runs, which would go on being drawn over it.
+    opened.upload(open_file, [session, opened], [*outputs, pick], cancels=[running], **quiet)
+    pick.input(choose, [session, pick], [*outputs, pick], queue=False, cancels=[running], **quiet)
     steps.scrub(scrub, session, drawn, **quiet, trigger_mode="always_last")
     return Microscope([running, again], outputs, after_stop, restore)

@@ -22,6 +22,7 @@ import gradio as gr
 
 from lab import checkpoints
 from lab.checkpoints import Cancelled
+from lab.checkpoints.store import disk_error
 from lab.env import cache_dir
 from lab.errors import LabError
 from lab.plots import tensor_errors, tensor_sizes
@@ -49,7 +50,7 @@ class Quantise:
     #: What tells that an FP8 draft may be there now.
     made: list[Any]
     outputs: list[Any]
-    after_stop: Callable[[Session], tuple[Any, ...]]
+    after_stop: Callable[[Session], Any]
 
 
 def sources(recipe: Recipe) -> dict[str, str]:
@@ -176,15 +177,20 @@ def make(recipe: Recipe, precision: str, told: Callable[[str], None]) -> tuple[Q
     if place is not None and fp8 is not None and not (place / "quant-report.json").is_file():
         checkpoints.ensure(fp8, told)
         return load_report(place), "Made now, and kept: the FP8 lane uses it."
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_dir(), prefix=".quantise-") as folder:
-        output = Path(folder) / "draft"
-        report = quantize_draft(Path(checkpoints.ensure(source, told)), output, told)
-        if place is None:
-            return report, "Made now and thrown away: this recipe has an FP8 draft of its own."
-        same = all(
-            filecmp.cmp(path, place / path.name, shallow=False) for path in output.glob("*.safetensors") if (place / path.name).is_file()
-        )
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir(), prefix=".quantise-") as folder:
+            output = Path(folder) / "draft"
+            report = quantize_draft(Path(checkpoints.ensure(source, told)), output, told)
+            if place is None:
+                return report, "Made now and thrown away: this recipe has an FP8 draft of its own."
+            same = all(
+                filecmp.cmp(path, place / path.name, shallow=False)
+                for path in output.glob("*.safetensors")
+                if (place / path.name).is_file()
+            )
+    except OSError as error:
+        raise disk_error(error, cache_dir()) from error
     return report, f"Made anew and thrown away: {'byte for byte' if same else 'NOT'} the FP8 draft that the FP8 lane uses."
 
 
@@ -208,10 +214,20 @@ def quantise(lab: Lab, frame: Frame) -> Quantise:
             drawn = charts(panels(report), elem_id="e3-quantise-charts")
     outputs = [frame.status, shown, drawn]
     keep = gr.skip()
+    #: What was called off and has not ended: it notices with its next line of progress.
+    ending: set[asyncio.Task[Any]] = set()
+
+    def over(task: asyncio.Task[Any]) -> None:
+        ending.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at, or asyncio reports it: that it was called off is no news
 
     @working
     async def run(state: Session, precision: str) -> AsyncIterator[tuple[Any, ...]]:
         state.active = "quantise"
+        while ending:
+            yield say(Status("busy", "Waiting for a quantisation that was called off to end")), keep, keep
+            await asyncio.wait(ending, timeout=HEARTBEAT)
         gone, latest, began = threading.Event(), ["starting"], time.monotonic()
 
         def told(text: str) -> None:
@@ -230,12 +246,17 @@ def quantise(lab: Lab, frame: Frame) -> Quantise:
             return
         finally:
             gone.set()
+            if not task.done():  # whoever cancels this does not wait for it; Stop does
+                ending.add(task)
+                task.add_done_callback(over)
         ratio = f"{found.bytes_before / 1e6:.1f} MB became {found.bytes_after / 1e6:.1f} MB, relative error {found.error:.2%}"
         yield say(Status("done", f"Quantised: {ratio}.", what)), view(lab.recipe, found, what), value_of(panels(found))
 
-    def after_stop(state: Session) -> tuple[Any, ...]:
+    async def after_stop(state: Session) -> tuple[Any, ...]:
         if state.active != "quantise":
             return (keep,) * len(outputs)
+        if ending:
+            await asyncio.wait(ending)
         return say(Status("info", "Stopped quantising: nothing half-made is left.")), keep, keep
 
     running = start.click(

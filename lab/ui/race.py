@@ -277,8 +277,10 @@ def race_tab(lab: Lab, frame: Frame) -> RaceTab:
 
     def after_stop(state: Session) -> tuple[Any, ...]:
         race = state.race
-        if state.active != "race" or race is None:
+        if state.active != "race":
             return (keep,) * len(outputs)
+        if race is None:
+            return say(Status("info", "Stopped before the race began.")), *(keep,) * 5
         count = len(race.rounds)
         line = Status("done", f"Stopped after {count} whole round{'' if count == 1 else 's'}: what was measured is kept.")
         return finish(race, line)

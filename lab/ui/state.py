@@ -211,6 +211,8 @@ class Session:
     why: str | None = None
     #: The lane that the barrier's demonstration began, as long as Stop should end it.
     barrier: Lane | None = None
+    #: Whether the microscope's prompt still waits for its engine: `run` is then an earlier one.
+    waiting: bool = False
     #: The lane that failed last, which the restart button starts again.
     failed: Lane | None = None
     #: Handlers that Stop would cancel and that have not ended (`lab.ui.app.working`).

@@ -117,11 +117,15 @@ def sweep(lab: Lab, frame: Frame) -> SweepTab:
             plan = plan_of(recipe, *values)
             yield say(Status("busy", "Preparing the sweep", detail="checkpoints and their sums")), keep, keep, keep, keep
             together = lab.engine.fit_together(plan.lanes)
+            now.early = True
             found = await asyncio.to_thread(sweep_run.prepare, plan, None, results=env.cache_dir() / "results", together=together)
         except LabError as error:
             yield failed(error), keep, keep, keep, keep
             return
-        now.sweep = found
+        except asyncio.CancelledError:
+            now.stopped = time.monotonic()
+            raise
+        now.sweep, now.early = found, False
         yield keep, *shown(now, beside), keep, keep
         task = asyncio.create_task(sweep_run.run(found, lab.engine))
         seen = found.changed
@@ -149,6 +153,7 @@ def sweep(lab: Lab, frame: Frame) -> SweepTab:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, LabError):
                 await task
+            found.now = None  # whatever ended it: else Clear takes it for one that runs
             if cut:
                 now.stopped = time.monotonic()  # after the client has ended, which takes a while
         bad = found.count("failed"), found.count("refused")
@@ -158,9 +163,10 @@ def sweep(lab: Lab, frame: Frame) -> SweepTab:
         yield say(Status("done", said, detail=f"{detail}; {where}" if detail else where)), *shown(now, beside), *files(now)
 
     def after_stop(now: SweepState, beside: Sequence[str]) -> tuple[Any, ...]:
-        if now.sweep is None or time.monotonic() - now.stopped > JUST_NOW:
+        if time.monotonic() - now.stopped > JUST_NOW:
             return (keep,) * len(outputs)
-        now.sweep.now = None
+        if now.early or now.sweep is None:
+            return say(Status("info", "Stopped before the sweep began.")), keep, keep, keep, keep
         done, every = progress(now.sweep)
         line = Status("done", f"Stopped after {done} of {every} cells: what was measured is kept.", detail="Start goes on from there")
         return say(line), *shown(now, beside), *files(now)

@@ -29,8 +29,9 @@ class SweepState:
     opened: list[dict[str, Any]] = field(default_factory=list)
     #: Sentences about files that could not be opened.
     troubles: list[str] = field(default_factory=list)
-    #: When the running sweep was cancelled (time.monotonic()); 0 when none was.
+    #: When the running sweep was cancelled (time.monotonic()); 0 when none was. `early`: before it had begun, so that `sweep` is another.
     stopped: float = 0.0
+    early: bool = False
     #: As in `Session`.
     at_work: set[object] = field(default_factory=set)
 

@@ -26,7 +26,7 @@ from lab.errors import LabError
 from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint
 from lab.ui import proof
-from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say, working
+from lab.ui.app import CONCURRENCY, Frame, Lab, ended, failed, say, working
 from lab.ui.components import live
 from lab.ui.components.charts import charts, value_of
 from lab.ui.runner import Status, wait_ready
@@ -111,7 +111,7 @@ def verify_tab(lab: Lab, frame: Frame, badge: gr.HTML) -> Proof:
     @working
     async def run_verify(state: Session, kind: str, depth: float | None, *fields: float | None) -> AsyncIterator[tuple[Any, ...]]:
         state.active = "proof"
-        lane: Lane | None = None
+        used: list[Lane] = []
         try:
             lane, plan = lane_of(lab, kind, depth), plan_of(*fields)
             yield say(Status("busy", f"Verifying {lane.label}")), *(keep,) * 5, gr.Tabs(selected="proof")
@@ -120,10 +120,11 @@ def verify_tab(lab: Lab, frame: Frame, badge: gr.HTML) -> Proof:
             assert known is not None
             result.check_writable(certificate.place(certificate.hashed(known)))
             judge = lossless.reference(lab.recipe, compiled=lane.compiled)
+            used += [judge, lane]
             bodies: list[dict[str, Any]] = []
             async with AsyncExitStack() as stack:
                 box: list[Endpoint] = []
-                for needed in (judge, lane):
+                for needed in used:
                     async for line in hold(stack, needed, box):
                         yield say(line), *(keep,) * 6
                 there, here = [await stack.enter_async_context(Asker(endpoint)) for endpoint in box]
@@ -140,9 +141,7 @@ def verify_tab(lab: Lab, frame: Frame, badge: gr.HTML) -> Proof:
             )
             path = certificate.save(lane, known, made, bodies[0])
         except LabError as error:
-            state.failed = (
-                lane if lane is not None and any(one.lane.key == lane.key and one.state == "dead" for one in lab.engine.status()) else None
-            )
+            state.failed = ended(lab, *used)
             yield failed(error), keep, keep, keep, keep, gr.Button(visible=state.failed is not None), keep
             return
         found = certificate.read(path, certificate.hashed(known))
@@ -161,15 +160,17 @@ def verify_tab(lab: Lab, frame: Frame, badge: gr.HTML) -> Proof:
     @working
     async def run_context(state: Session, kind: str, depth: float | None) -> AsyncIterator[tuple[Any, ...]]:
         state.active = "proof"
+        used: list[Lane] = []
         try:
             lane = lane_of(lab, kind, depth)
             plain = Lane(lab.recipe, compiled=lane.compiled)
+            used += [plain, lane]
             most = lab.recipe.max_model_len
             plan = context.Plan(tuple(one for one in CONTEXTS if one + NEW_TOKENS <= most), most, 2, NEW_TOKENS)
             yield say(Status("busy", f"Measuring {lane.label} at growing contexts")), *(keep,) * 5, gr.Tabs(selected="proof")
             told: list[str] = []
             seen: dict[str, Any] = {}
-            for needed in (plain, lane):
+            for needed in used:
                 async with AsyncExitStack() as stack:
                     box: list[Endpoint] = []
                     async for line in hold(stack, needed, box):
@@ -184,12 +185,16 @@ def verify_tab(lab: Lab, frame: Frame, badge: gr.HTML) -> Proof:
                             yield say(line), *(keep,) * 6
             rows = context.summarise(seen[lane.draft], seen["none"])
             made = await asyncio.to_thread(origin.describe, [lane, plain], [shipped(LONG)], max_tokens=NEW_TOKENS)
-            path = cache_dir() / "results" / f"context-{time.strftime('%Y%m%d-%H%M%S')}.json"
-            result.save(path, "context", made, {"lane": lane.key, "label": lane.label, "rows": rows, "explanation": context.explain(rows)})
         except LabError as error:
-            yield failed(error), *(keep,) * 6
+            state.failed = ended(lab, *used)
+            yield failed(error), keep, keep, keep, keep, gr.Button(visible=state.failed is not None), keep
             return
+        path = cache_dir() / "results" / f"context-{time.strftime('%Y%m%d-%H%M%S')}.json"
         done = Status("done", context.explain(rows).split(". ")[0] + ".", detail=f"saved to {path}", more=[context.explain(rows)])
+        try:
+            result.save(path, "context", made, {"lane": lane.key, "label": lane.label, "rows": rows, "explanation": context.explain(rows)})
+        except LabError as error:  # minutes of measuring are shown all the same
+            done = Status.error(error)
         _, verified = await asyncio.to_thread(certificate.find, lane)
         yield say(done), proof.value(verified, lane, rows), value_of(proof.context_panels(rows)), keep, keep, keep, keep
 
@@ -197,8 +202,11 @@ def verify_tab(lab: Lab, frame: Frame, badge: gr.HTML) -> Proof:
         """The save button for a certificate; the file is copied to where the page may serve files from."""
         if found is None:
             return gr.DownloadButton(interactive=False)
-        lab.folder.mkdir(parents=True, exist_ok=True)
-        path = shutil.copy(found.path, lab.folder / f"certificate-{found.hash[:16]}.json")
+        try:
+            lab.folder.mkdir(parents=True, exist_ok=True)
+            path = shutil.copy(found.path, lab.folder / f"certificate-{found.hash[:16]}.json")
+        except OSError:  # no room there: the certificate itself is kept, and the status line says where
+            return gr.DownloadButton(interactive=False)
         return gr.DownloadButton(value=str(path), interactive=True)
 
     def badge_of(kind: str, depth: float | None) -> str:

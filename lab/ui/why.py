@@ -30,7 +30,7 @@ from lab.serving.client import WITHHOLD_ARGUMENT
 from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint
 from lab.trace import whatif
-from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say, working
+from lab.ui.app import CONCURRENCY, Frame, Lab, ended, failed, say, working
 from lab.ui.components import live
 from lab.ui.components.charts import Panels, charts, value_of
 from lab.ui.feed import dump
@@ -240,7 +240,7 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
             text = live("why", explain(None, ""), elem_id="e3-why")
 
     session, status = frame.session, frame.status
-    outputs = [status, text, drawn, pick, frame.tabs]
+    outputs = [status, text, drawn, pick, frame.tabs, frame.restart]
     keep = gr.skip()
     measuring: dict[str, tuple[grid.Measured, cost_report.Held, dict[str, Any]]] = {}
 
@@ -251,15 +251,15 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
             where = f"{name}: {machine.get('cores', '?')} cores of {machine.get('cpu', 'an unknown processor')}"
             values = explain(found, where), value_of(panels(found))
         except LabError as error:
-            return failed(error), keep, keep, keep, keep
+            return failed(error), *(keep,) * 5
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            return failed(LabError(f"{path.name} is damaged.", why=f"{type(error).__name__}: {error}")), keep, keep, keep, keep
-        return say(Status("done", f"{name}.", detail="measured earlier, not now")), *values, keep, keep
+            return failed(LabError(f"{path.name} is damaged.", why=f"{type(error).__name__}: {error}")), *(keep,) * 5
+        return say(Status("done", f"{name}.", detail="measured earlier, not now")), *values, keep, keep, keep
 
     def show_stored(name: str) -> tuple[Any, ...]:
         path = {**offered, **stored()}.get(name)
         if path is None:
-            return failed(LabError("There is no such result.")), keep, keep, keep, keep
+            return failed(LabError("There is no such result.")), *(keep,) * 5
         return show(path, name)
 
     def finish(found: tuple[grid.Measured, cost_report.Held, dict[str, Any]], *, complete: bool) -> tuple[Any, ...]:
@@ -267,17 +267,27 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
         measured, held, about = found
         try:
             summary = cost_report.summarise(measured, held, max_batch=64)
-            path = env.cache_dir() / "results" / f"cost-{secrets.token_hex(4)}.json"
-            result.save(path, "cost", about, {"complete": complete, "alternating": True, **summary})
         except LabError as error:
-            return failed(error), keep, keep, keep, keep
+            return failed(error), *(keep,) * 5
+        path = env.cache_dir() / "results" / f"cost-{secrets.token_hex(4)}.json"
         line = Status("done", "Measured." if complete else "Stopped: fitted to what was measured.", detail=f"saved as {path.stem}")
-        return say(line), explain(summary, "Measured here"), value_of(panels(summary)), gr.Dropdown(choices=list(stored())), keep
+        try:
+            result.save(path, "cost", about, {"complete": complete, "alternating": True, **summary})
+        except LabError as error:  # minutes of measuring are shown all the same
+            line = Status.error(error)
+        shown = explain(summary, "Measured here"), value_of(panels(summary))
+        return say(line), *shown, gr.Dropdown(choices=list(stored())), keep, keep
+
+    def offer(state: Session, *lanes: Lane) -> Any:
+        """The restart button, where one of these engines ended by itself."""
+        state.failed = ended(lab, *lanes)
+        return gr.Button(visible=state.failed is not None)
 
     @working
     async def run_measure(state: Session, kind: str, typed_ks: str, typed_batches: str) -> AsyncIterator[tuple[Any, ...]]:
         state.active, name = "why", secrets.token_hex(8)
         state.why = None
+        lanes: tuple[Lane, ...] = ()
         try:
             wanted, at_once = numbers(typed_ks or "", lab.recipe.k_max), numbers(typed_batches or "", 64)
             if kind not in lab.recipe.drafts:
@@ -291,10 +301,10 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
             held = cost_report.Held(cost_report.middle(wanted), cost_report.middle(at_once))
             for lane in lanes:
                 async for line in wait_ready(lab.engine, lane, []):
-                    yield say(line), keep, keep, keep, gr.Tabs(selected="why")
+                    yield say(line), keep, keep, keep, gr.Tabs(selected="why"), keep
             about = await asyncio.to_thread(origin.describe, lanes, files, max_tokens=48, rounds=2)
         except LabError as error:
-            yield failed(error), keep, keep, keep, keep
+            yield failed(error), keep, keep, keep, keep, offer(state, *lanes)
             return
         measured = grid.Measured(plan)
         measuring[name] = (measured, held, about)
@@ -311,10 +321,10 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
             while not running.done():
                 await asyncio.wait({running}, timeout=0.5)
                 line = Status("busy", "Measuring K and concurrency in turns", detail=said[-1] if said else "warming up")
-                yield say(line), keep, keep, keep, keep
+                yield say(line), *(keep,) * 5
             await running
         except LabError as error:
-            yield failed(error), *finish(measuring.pop(name), complete=False)[1:]
+            yield failed(error), *finish(measuring.pop(name), complete=False)[1:-1], offer(state, *lanes)
             return
         finally:
             running.cancel()
@@ -326,6 +336,7 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
     async def every_k(state: Session) -> AsyncIterator[tuple[Any, ...]]:
         state.active, state.why = "why", None
         run = lab.runs.get(state.run)
+        lanes: tuple[Lane, ...] = ()
         try:
             if run is None or not whatif.answer_of(run.request.steps).depth:
                 raise LabError("There is no run with a draft yet.", todo="Run a prompt in the microscope first.")
@@ -336,24 +347,28 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
                     todo="Run the prompt at temperature 0.",
                 )
             if run.state == "opened":
-                yield say(Status("done", "From the recording alone.")), run_table(run, None), keep, keep, gr.Tabs(selected="why")
+                yield say(Status("done", "From the recording alone.")), run_table(run, None), keep, keep, gr.Tabs(selected="why"), keep
                 return
-            lane = Lane(lab.recipe, run.kind, int(run.request.settings.get("k") or 1))
+            lane = Lane(lab.recipe, run.kind, int(run.request.settings.get("k") or 1), compiled=lab.recipe.compiled)
+            lanes = (lane,)
             async for line in wait_ready(lab.engine, lane, []):
-                yield say(line), keep, keep, keep, gr.Tabs(selected="why")
-            yield say(Status("busy", "Asking once more with drafts withheld")), run_table(run, None), keep, keep, gr.Tabs(selected="why")
+                yield say(line), keep, keep, keep, gr.Tabs(selected="why"), keep
+            line = Status("busy", "Asking once more with drafts withheld")
+            yield say(line), run_table(run, None), keep, keep, gr.Tabs(selected="why"), keep
             async with lab.engine.use(lane) as endpoint:
                 most = int(run.request.settings.get("max_tokens") or 128)
                 probe = await grid.ask(endpoint, Prompt("run", "run", run.request.prompt), most, {WITHHOLD_ARGUMENT: 1})
         except LabError as error:
-            yield failed(error), keep, keep, keep, keep
+            yield failed(error), keep, keep, keep, keep, offer(state, *lanes)
             return
-        yield say(Status("done", f"Every K for {run.label}.")), run_table(run, probe), keep, keep, keep
+        yield say(Status("done", f"Every K for {run.label}.")), run_table(run, probe), keep, keep, keep, keep
 
     def after_stop(state: Session) -> tuple[Any, ...]:
-        found = measuring.pop(state.why, None) if state.active == "why" and state.why else None
-        if found is None:
+        if state.active != "why":
             return (keep,) * len(outputs)
+        found = measuring.pop(state.why, None) if state.why else None
+        if found is None:  # an engine was starting, or one answer was asked for
+            return say(Status("info", "Stopped.")), *(keep,) * 5
         return finish(found, complete=False)
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}

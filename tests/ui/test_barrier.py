@@ -160,6 +160,23 @@ def test_a_new_demonstration_waits_for_the_one_that_ends() -> None:
     asyncio.run(work())
 
 
+def test_stop_on_another_page_does_not_call_off_this_ones_start() -> None:
+    fake = engine(start=0.3)
+    earlier, now = Session(barrier=crossing.lane(recipes.get("smollm2-mla"))), Session()
+    demonstration = crossing.Demonstration(fake, Runs(), OWN)
+
+    async def work() -> str:
+        states = []
+        async for _, shown, _ in demonstration.after(now, "hi"):
+            states.append(shown.state)
+            demonstration.let_go(earlier)
+        await demonstration.ended()
+        return states[-1]
+
+    assert asyncio.run(work()) == "answered"
+    assert fake.stopped == []
+
+
 @pytest.mark.browser
 def test_both_buttons_and_stop_in_a_browser(serve: Serve, visit: Visit) -> None:
     fake = engine(start=2.0, pace=0.05, stopping=1.0)

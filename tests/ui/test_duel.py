@@ -23,7 +23,7 @@ from lab.trace.io import save
 from lab.trace.model import Trace
 from lab.ui import quantise
 from lab.ui.bar import memory_words
-from lab.ui.duel import TYPED, chosen_prompts, prompt_choices
+from lab.ui.duel import EACH, TYPED, chosen_prompts, prompt_choices
 from lab.ui.runner import start_words
 
 from .conftest import Watched, sync_api
@@ -81,7 +81,7 @@ def test_a_duel_on_the_page(serve: Callable[..., str], visit: Callable[..., Watc
     page.keyboard.press("Escape")
     sync_api.expect(card).to_be_hidden()
     step = page.get_by_role("button", name="Next place where the drafts differ")
-    for number in range(1, marked.count() + 1):  # most are out of view, and the list scrolls to them
+    for number in range(3, marked.count() + 1):  # on from the one that was named; most are out of view, and the list scrolls to them
         step.click()
         page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         assert page.locator(".e3-duel-count").inner_text().startswith(f"place {number} of")
@@ -116,12 +116,46 @@ def test_a_duel_on_the_page(serve: Callable[..., str], visit: Callable[..., Watc
         for request in some:
             request.settings["k"] = 3 if lane == "bf16" else 5
         save(Trace(provenance={"versions": {"vllm": "1", "torch": "2"}}, requests=some), tmp_path / f"{name}.jsonl")
+    page.locator(".e3-duel-list").evaluate("e => e.scrollTop = 200")
     with page.expect_file_chooser() as chooser:
         page.get_by_role("button", name="Open two traces").click()
     chooser.value.set_files([tmp_path / "one.jsonl", tmp_path / "two.jsonl"])
     watched.wait_status("Opened two traces of the same prompts.")
     sync_api.expect(page.locator(".e3-duel-side")).to_contain_text("Not comparable: K differs: 3 and 5.")
+    assert page.locator(".e3-duel-list").evaluate("e => e.scrollTop") == 0, "another report is read from its beginning"
     assert page.get_by_label("Prompt", exact=True).input_value(), "the prompt stays"
+
+
+@pytest.mark.browser
+def test_a_running_duel_leaves_its_reader_in_peace(serve: Callable[..., str], visit: Callable[..., Watched]) -> None:
+    """A report comes with every prompt that is done; what was there before it is neither closed nor built anew."""
+    fake = FakeEngine(recipes.get("smollm2"), pace=0.01)
+    watched = visit(serve(fake))
+    page = watched.page
+    page.get_by_role("tab", name="Duel").click()
+    page.get_by_label("Second draft").click()
+    page.get_by_role("option", name=EACH).click()
+    watched.press("Run the duel")
+    card, prompts, count = page.locator(".e3-duel-root .e3-card"), page.locator(".e3-duel-prompt"), page.locator(".e3-duel-count")
+    sync_api.expect(prompts).to_have_count(1)
+    page.locator(".e3-duel-tab").nth(1).focus()
+    page.keyboard.press("Enter")  # the comparison changes, the keyboard stays where it is
+    assert page.locator(".e3-duel-tab").nth(1).evaluate("e => e === document.activeElement && e.ariaPressed === 'true'")
+    page.get_by_role("button", name="Next place where the drafts differ").click()
+    page.evaluate("document.activeElement.mine = true")
+    sync_api.expect(prompts).to_have_count(3)
+    sync_api.expect(card).to_be_visible()
+    assert page.evaluate("document.activeElement.mine === true")
+    assert count.inner_text().startswith("place 1 of")
+    sync_api.expect(page.locator(".e3-duel-root")).to_have_attribute("data-state", "done", timeout=300_000)
+    sync_api.expect(card).to_be_visible()
+    # stepping goes on from the place that is named, also when its card was closed
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Next place where the drafts differ").click()
+    assert count.inner_text().startswith("place 2 of")
+    page.locator(".e3-places .e3-place-one, .e3-places .e3-place-other").nth(6).focus()
+    page.keyboard.press("ArrowRight")
+    assert count.inner_text().startswith("place 8 of")
 
 
 @pytest.mark.browser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -9,15 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lab import recipes
+from lab.serving.client import Delta, StepEvent
 from lab.trace.io import load, save
 from lab.trace.model import Request, Trace
 from lab.trace.render import Answer, chips
 
 from .conftest import Watched, sync_api
-from .fakes import ANSWER, PIECES, FakeEngine
+from .fakes import ANSWER, PIECES, FakeEngine, steps_of
 
 pytestmark = pytest.mark.browser
 Serve = Callable[..., str]
@@ -139,6 +142,19 @@ def test_it_fits_and_can_be_read(serve: Serve, visit: Visit, theme: str) -> None
     assert dark == (theme == "dark")
 
 
+@pytest.mark.parametrize("width", [1024, 853])
+def test_every_tab_can_be_opened_in_a_narrow_window(serve: Serve, visit: Visit, width: int) -> None:
+    """1280 pixels at a zoom of 125% and 150%: what does not fit is behind a menu, and nothing lies upon it."""
+    watched = visit(serve(engine()))
+    page = watched.page
+    page.set_viewport_size({"width": width, "height": 640})
+    menu = page.locator("#e3-tabs > .tab-wrapper .overflow-menu > button")
+    sync_api.expect(menu).to_be_visible()
+    menu.click(timeout=10_000)
+    page.get_by_role("button", name="The barrier", exact=True).click(timeout=10_000)
+    sync_api.expect(page.locator("#e3-barrier")).to_be_visible()
+
+
 def test_the_keyboard_reaches_everything(serve: Serve, visit: Visit) -> None:
     watched = visit(serve(engine()))
     watched.run()
@@ -223,9 +239,147 @@ def test_play_and_slow_motion(serve: Serve, visit: Visit) -> None:
     page.get_by_role("button", name="Pause").click()
     assert 0 < page.locator(".e3-list .e3-row:visible").count() < total
     assert page.locator(".e3-proposed, .e3-waiting").count() == 0
+    page.get_by_role("button", name="Play the steps").click()
+    page.locator(".e3-proposed").first.wait_for()
+    page.get_by_role("slider", name="Step", exact=True).fill(str(total))  # the answer is whole, whatever waited for its verdict
+    assert [one["token"] for one in watched.words()] == [str(token) for token in ANSWER]
+    assert page.locator("#e3-steps .e3-answer .e3-word[hidden]").count() == 0
     page.get_by_role("slider", name="Speed of play").fill("4")
     page.get_by_role("button", name="Play the steps").click()
     sync_api.expect(page.locator(".e3-count")).to_have_text(f"step {total} of {total}", timeout=60_000)
+
+
+def tiles_of(watched: Watched) -> dict[str, str]:
+    read = "all => Object.fromEntries(all.map(t => [t.dataset.tile, t.querySelector('b').textContent]))"
+    return dict(watched.page.locator("#e3-tiles [data-tile]").evaluate_all(read))
+
+
+def test_what_is_looked_at_while_it_runs_stays(serve: Serve, visit: Visit) -> None:
+    """New steps come many times a second: they must not take the slider, or a place in the text, out of somebody's hands."""
+    fake = engine(pace=0.4)
+    watched = visit(serve(fake))
+    page, rows = watched.page, watched.page.locator(".e3-list .e3-row:visible")
+    text = page.locator("#e3-steps .e3-answer")
+    text.evaluate("e => { e.style.flex = 'none'; e.style.height = '30px'; e.style.width = '80px'; }")
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.locator('.e3-list .e3-row[data-step="5"]').wait_for()
+    slider, count = page.get_by_role("slider", name="Step", exact=True), page.locator(".e3-count")
+    slider.fill("2")
+    before = int(str(slider.get_attribute("max")))
+    page.wait_for_function(f"Number(document.querySelector('#e3-steps .e3-slider').max) > {before + 1}")
+    assert count.inner_text().startswith("step 2 of")
+    assert rows.count() == 2
+    assert tiles_of(watched)["tokens / steps"].endswith(" / 2")
+    slider.fill(str(slider.get_attribute("max")))  # back at the end, it follows again
+    now = int(str(slider.get_attribute("max")))
+    sync_api.expect(count).to_have_text(re.compile(r"step (\d+) of \1$"))
+    page.wait_for_function(f"document.querySelectorAll('.e3-list .e3-row').length > {now}")
+    assert text.evaluate("e => e.scrollHeight - e.scrollTop - e.clientHeight") < 40
+    text.evaluate("e => new Promise(done => { e.onscroll = done; e.scrollTop = 0; })")
+    page.wait_for_function(f"document.querySelectorAll('.e3-list .e3-row').length > {now + 2}")
+    assert text.evaluate("e => e.scrollTop") == 0
+    # paused while it runs: what is over, too, is shown only as far
+    page.get_by_role("button", name="Play the steps").click()
+    page.get_by_role("button", name="Pause").click()
+    fake.pace = 0.01
+    watched.wait_status("Done:")
+    sync_api.expect(page.locator(".e3-steps-root")).to_have_attribute("data-state", "done")
+    paused, total = re.fullmatch(r"step (\d+) of (\d+)", count.inner_text()).groups()  # type: ignore[union-attr]
+    assert 0 < int(paused) == rows.count() < int(total) == len(fake.requests[0].steps)
+
+
+def test_numbers_are_of_the_run_and_the_step_on_screen(serve: Serve, visit: Visit) -> None:
+    fake = engine()
+    watched = visit(serve(fake))
+    watched.run()
+    slider = watched.page.get_by_role("slider", name="Step", exact=True)
+    whole = tiles_of(watched)
+    assert "–" not in whole.values()
+    slider.focus()
+    watched.page.keyboard.press("Home")
+    assert set(tiles_of(watched).values()) == {"–"}
+    watched.page.keyboard.press("End")
+    assert tiles_of(watched) == whole
+    fake.pace = 30  # the next answer does not begin while this test looks
+    watched.press("Run")
+    watched.wait_status("Answering on")
+    sync_api.expect(watched.page.locator(".e3-count")).to_have_text("no steps yet")
+    assert set(tiles_of(watched).values()) == {"–"}
+    watched.page.get_by_role("button", name="Stop").click()
+    watched.wait_status("Stopped:")
+
+
+def test_a_piece_that_comes_before_its_step_is_shown_once(serve: Serve, visit: Visit) -> None:
+    """The text and the steps are two streams: the first piece of the text may be here while its step is on the way."""
+
+    class Late(FakeEngine):
+        async def generate(self, *arguments: Any, **settings: Any) -> Any:
+            held: list[Any] = []
+            async for event in super().generate(*arguments, **settings):
+                if isinstance(event, StepEvent) and event.step.index == 0:
+                    held.append(event)
+                    continue
+                yield event
+                if isinstance(event, Delta) and held:
+                    await asyncio.sleep(1.0)  # longer than the page's period
+                    yield held.pop()
+
+    fake = Late(recipes.get("smollm2"))
+    watched = visit(serve(fake))
+    watched.run()
+    assert [int(one["token"]) for one in watched.words()] == ANSWER
+    beside(watched)
+    ids = watched.page.locator('[data-lane="1"] .e3-word').evaluate_all("all => all.map(w => [Number(w.dataset.output), w.dataset.token])")
+    assert ids == [[place, str(token)] for place, token in enumerate(ANSWER)]
+
+
+def long_trace(path: Path, count: int) -> Path:
+    """A trace of a prompt that took three steps to read and of `count` further steps."""
+    request = Request(trace="long", lane="elsewhere/bf16", prompt="x " * 20000, settings={"draft": "bf16", "k": 3})
+    answer = [5, 6, 19, 20, 22] * count
+    last = steps_of("long", answer, k=3, begin=1.0, pace=0.01, limit=len(answer))[: count + 1]
+    first = [msgspec.structs.replace(last[0], index=index, sampled=(), kept=0, scheduled=2048, batch_tokens=2048) for index in range(3)]
+    request.steps = [*first, *(msgspec.structs.replace(step, index=step.index + 3) for step in last)]
+    request.pieces = {token: piece.hex() for token, piece in PIECES.items()}
+    return save(Trace(provenance={}, requests=[request]), path)
+
+
+def test_a_long_prompt_leaves_the_steps_to_the_keyboard(serve: Serve, visit: Visit, tmp_path: Path) -> None:
+    watched = visit(serve(engine(fail_start=True)))
+    page = watched.page
+    watched.open(long_trace(tmp_path / "long.jsonl", 12))
+    watched.wait_status("Opened:")
+    sync_api.expect(page.locator(".e3-count")).to_have_text("step 16 of 16")
+    assert page.locator(".e3-list .e3-row").first.inner_text().endswith("2048 tokens of the prompt")
+    reached = page.locator('.e3-list .e3-chip[tabindex="0"]:visible')
+    assert reached.count() == 1
+    reached.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("Escape")
+    page.get_by_role("slider", name="Step", exact=True).fill("6")  # what was selected is no longer shown
+    assert reached.count() == 1
+
+
+def test_thousands_of_steps_are_laid_out_once(serve: Serve, visit: Visit, tmp_path: Path) -> None:
+    watched = visit(serve(engine(fail_start=True)))
+    page = watched.page
+    page.evaluate(
+        """() => {
+            const height = Object.getOwnPropertyDescriptor(Element.prototype, 'scrollHeight');
+            window.looks = 0;
+            Object.defineProperty(Element.prototype, 'scrollHeight', {
+                get() { window.looks += this.closest('#e3-steps') ? 1 : 0; return height.get.call(this); },
+            });
+        }"""
+    )
+    watched.open(long_trace(tmp_path / "long.jsonl", 3000))
+    sync_api.expect(page.locator(".e3-count")).to_have_text("step 3004 of 3004", timeout=120_000)
+    assert page.evaluate("window.looks") < 20
+    watched.fits()
+    wide = watched.page.locator("#e3-tiles .e3-tile").evaluate_all(
+        "all => all.filter(t => t.scrollWidth > t.clientWidth).map(t => t.innerText)"
+    )
+    assert wide == []
 
 
 def test_the_charts_follow_the_slider(serve: Serve, visit: Visit) -> None:

@@ -16,7 +16,7 @@ from lab import recipes
 from lab.errors import LabError
 from lab.serving.command import Lane
 from lab.serving.metrics import Snapshot
-from lab.trace.model import Alternative, Request
+from lab.trace.model import Alternative, Request, Step
 from lab.ui import app, compare, runner
 from lab.ui.feed import Feed, dump, whole
 from lab.ui.live import Meter, paced
@@ -104,6 +104,29 @@ def test_the_feed_only_grows_and_is_numbered() -> None:
     assert [record["n"] for record in found] == list(range(len(found)))
     assert [record["i"] for record in found if record["t"] == "step"] == [step.index for step in steps]
     assert records(final)[1:] == records(whole(run))[1:]
+
+
+def test_no_token_is_an_empty_chip() -> None:
+    """SmolLM2 writes "❤️" as several tokens, the last of which only says that the heart is drawn as an emoji."""
+    pieces = {1: "❤".encode().hex(), 2: "\ufe0f".encode().hex(), 3: "❤\ufe0f".encode().hex()}
+    request = Request(trace="t", lane="l", prompt="p", pieces=pieces)
+    request.steps = [Step(trace="t", request="r", index=0, phase="decode", started=0.0, ended=1.0, draft=(1, 2), sampled=(1, 2, 3), kept=3)]
+    (step,) = [one for one in records(whole(Run("id", request, "bf16", "label", {}))) if one["t"] == "step"]
+    assert [chip[3] for chip in step["chips"]] == [["❤"], ["", "[U+FE0F]"], ["❤\ufe0f"]]
+    assert ["".join(word[4]) for word in step["out"]] == ["❤", "\ufe0f", "❤\ufe0f"], "the answer's text stays what it is"
+
+
+def test_a_piece_that_comes_before_its_step_is_compared_once() -> None:
+    runs = [Run(name, Request(trace=name, lane="l", prompt="p"), "bf16", "l", {}) for name in "ab"]
+    feed = compare.BesideFeed(*runs)
+    runs[1].chunks.append((" the", (5,)))
+    feed.update()
+    runs[1].request.steps = steps_of("t", ANSWER, k=3, begin=0.0, pace=0.1, limit=10)[:2]
+    feed.update()
+    runs[1].request.steps = steps_of("t", ANSWER, k=3, begin=0.0, pace=0.1, limit=10)
+    found = [(record["anew"], len(record["list"])) for record in records(feed.update()) if record["t"] == "tokens"]
+    assert [anew for anew, _ in found] == [False, True, False]
+    assert sum(count for _, count in found[1:]) == 10
 
 
 def test_the_feed_is_inert_inside_markup() -> None:

@@ -226,8 +226,8 @@ class Desk:
 
     def _play(self, scene: Scene) -> None:
         room = self.room
+        room.stop(room.presenter)  # the scene before: it would come on the stage later than this one
         if scene.show != "text":
-            room.stop(room.presenter)
             room.ask(room.presenter, Ask(scene.prompt, "show" if scene.show == "run" else "guess", scene.step))
         room.show(Stage("say", scene.title, scene.say))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections import OrderedDict
@@ -132,6 +133,15 @@ class Room:
         while (job := self.line.take()) is not None:
             seat = self.presenter if job.seat == PRESENTER else self.sit(job.seat)
             seat.task = self.spawn(self._serve(seat, job))
+            seat.task.add_done_callback(functools.partial(self._never_began, seat, job))
+
+    def _never_began(self, seat: Seat, job: Job[Ask], task: asyncio.Task[None]) -> None:
+        """What was stopped before its first step has run nothing of `_serve`, not even its end: else the seat would be answered forever."""
+        if seat.task is task:
+            seat.task, seat.said = None, Status("info", "Stopped.")
+            self.line.done(job)
+            self.ring()
+            self.pump()
 
     async def _serve(self, seat: Seat, job: Job[Ask]) -> None:
         lane, run, feed, ask = self.lane, None, None, job.what
@@ -159,10 +169,14 @@ class Room:
                 self.freeze(run, ask.step)
         except LabError as error:
             seat.said = Status.error(error)
+            if run is not None and run.state == "running":
+                run.state = "failed"  # before it was sent: what shows it waits for its end
             if await self._gone(lane) and job.tries < 2:
                 self.line.put_back(job)
                 seat.said = Status("info", "The engine stopped while it answered you", detail="your prompt is kept and goes first")
         except asyncio.CancelledError:
+            if run is not None and run.state == "running":
+                run.state = "stopped"
             seat.said = summary(run) if run is not None else Status("info", "Stopped.")
         finally:
             seat.task = None
