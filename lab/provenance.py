@@ -69,6 +69,12 @@ def hardware() -> dict[str, Any]:
     return {**found, "gpus": names} if (names := gpus()) else found
 
 
+def processor(machine: Mapping[str, Any]) -> str:
+    """`2 cores of NAME`, from what `hardware` found, which a file from elsewhere may lack."""
+    cores = machine.get("cores", "?")
+    return f"{cores} core{'' if cores == 1 else 's'} of {machine.get('cpu', 'an unknown processor')}"
+
+
 @functools.cache
 def revision() -> str:
     """The checkout's git revision (with `-dirty`), or the distribution's version outside a checkout."""

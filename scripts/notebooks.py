@@ -73,7 +73,7 @@ def page(notebook: nbformat.NotebookNode, name: str, origin: Mapping[str, Any]) 
         notebook, {"metadata": {"name": name}}
     )
     machine = origin["hardware"]
-    run = f"Outputs of a run on {origin['made']}, revision {origin['revision']}, {machine['cores']} cores of {machine['cpu']}."
+    run = f"Outputs of a run on {origin['made']}, revision {origin['revision']}, {provenance.processor(machine)}."
     said = f'<p style="max-width: 1100px; margin: 12px auto; color: #5a6472">{html.escape(run)}</p>'
     # Nothing is fetched from elsewhere: the exporter's own script tags (formulas, loaders of modules) point at other machines.
     body = "\n".join(line for line in body.splitlines() if not ('src="http' in line and "<script" in line))

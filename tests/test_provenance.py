@@ -11,3 +11,11 @@ def test_a_checkout_without_git_says_its_version(monkeypatch: pytest.MonkeyPatch
     """As in a container that only mounts it: the page asks for the revision at every run."""
     monkeypatch.setenv("PATH", "")
     assert provenance.revision.__wrapped__() == provenance.versions().get("eagle3-lab", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [({"cores": 2, "cpu": "X"}, "2 cores of X"), ({"cores": 1, "cpu": "X"}, "1 core of X"), ({}, "? cores of an unknown processor")],
+)
+def test_a_processor_in_words(machine: dict[str, object], said: str) -> None:
+    assert provenance.processor(machine) == said

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lab import provenance
 from lab.bench import duel_text
 from lab.env import assets
 from lab.trace.render import run_html, visible
@@ -132,7 +133,7 @@ def html(report: dict[str, Any], origin: Mapping[str, Any]) -> str:
         f"up to {setting['max_tokens']} new tokens",
         f"{setting['prompts']} prompts",
         engine,
-        f"{machine.get('cores')} cores of {machine.get('cpu')}" if machine.get("cores") else "",
+        provenance.processor(machine) if machine.get("cores") else "",
         str(origin.get("made", "")),
     ]
     parts = [

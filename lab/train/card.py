@@ -138,7 +138,7 @@ def write_card(folder: Path, title: str) -> Path:
     if (folder / "acceptance.json").exists():
         result = json.loads((folder / "acceptance.json").read_text())
         made, settings = result["provenance"], result["provenance"]["settings"]
-        machine = f"{made['hardware']['cores']} cores of {made['hardware']['cpu']}"
+        machine = provenance.processor(made["hardware"])
         how = (
             f"`eagle3-lab bench acceptance`, {made['made'][:10]}, lane `{made['lanes'][0]}`, greedy, {settings['max_tokens']} new tokens,\n"
             f"end of sequence respected, {machine}. The mean acceptance length counts the bonus token; intervals are bootstraps over\n"

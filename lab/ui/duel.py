@@ -319,7 +319,7 @@ def duel(lab: Lab, frame: Frame) -> Duel:
         except LabError as error:
             return failed(error), *(keep,) * 6
         machine = origin.get("hardware", {})
-        where = f"{machine.get('cores', '?')} cores of {machine.get('cpu', 'an unknown processor')}, {origin.get('made', 'no date')}"
+        where = f"{provenance.processor(machine)}, {origin.get('made', 'no date')}"
         line = Status("done", f"A shipped result, not measured now: {name.removeprefix('Measured: ')}", detail=where)
         return finish(report, origin, line, title=f"{name}, {where}", state="opened")
 

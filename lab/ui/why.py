@@ -19,7 +19,7 @@ from typing import Any
 
 import gradio as gr
 
-from lab import env
+from lab import env, provenance
 from lab.bench import cost_report, grid, origin, result
 from lab.bench.prompts import KINDS, Prompt, gather
 from lab.bench.race import room
@@ -248,7 +248,7 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
         try:
             found = load(path)
             machine = found.get("provenance", {}).get("hardware", {})
-            where = f"{name}: {machine.get('cores', '?')} cores of {machine.get('cpu', 'an unknown processor')}"
+            where = f"{name}: {provenance.processor(machine)}"
             values = explain(found, where), value_of(panels(found))
         except LabError as error:
             return failed(error), *(keep,) * 5
