@@ -107,7 +107,8 @@ class _Answer:
             self.queue.put_nowait(_End(stream, error))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             # JSON of another shape than vLLM's. Without its end, this stream would be waited for forever.
-            self.queue.put_nowait(_End(stream, _Broken(f"something that vLLM does not send: {type(error).__name__}: {error}")))
+            why = self.endpoint.clean(f"{type(error).__name__}: {error}")  # it may repeat what the server sent
+            self.queue.put_nowait(_End(stream, _Broken(f"something that vLLM does not send: {why}")))
 
     async def chat(self) -> AsyncIterator[Delta | StepEvent | Notice]:
         """Send the request and read the answer."""

@@ -34,6 +34,7 @@ from lab.serving.process import Server, StartCancelled, start_lane
 
 RESERVE = 512 << 20  # bytes that stay free for everything else
 JUST_USED = 3.0  # seconds during which an endpoint that was handed out counts as in use
+SILENT = 120.0  # seconds after a question that it had no time for, in which a server without an answer still counts as busy
 BUSY_TIMEOUT = 5.0  # seconds that a server may take to say whether it is busy
 STOP_TIMEOUT = 30.0  # seconds that a start may take to notice that it was called off
 TICK = 0.2
@@ -62,6 +63,7 @@ class _Entry:
     server: Server | None = None
     placed: bool = False  # it has its place in memory, or is about to take it
     endpoint: Endpoint | None = None
+    silent: float = 0.0  # when it had no time to say whether it is busy (time.monotonic()); 0 where it answered last
     known: str = ""  # the model that a server elsewhere served last
     error: LabError | None = None
 
@@ -156,7 +158,7 @@ class Lanes:
 
     def _begin(self, entry: _Entry) -> None:
         entry.state, entry.error, entry.endpoint, entry.server = "starting", None, None, None
-        entry.began, entry.news, entry.cancel, entry.ready = time.monotonic(), [], threading.Event(), Future()
+        entry.began, entry.news, entry.cancel, entry.ready, entry.silent = time.monotonic(), [], threading.Event(), Future(), 0.0
         entry.tell("starting", "waiting to start")
         threading.Thread(target=self._start, args=(entry, entry.cancel, entry.ready), name=f"start {entry.lane.key}", daemon=True).start()
 
@@ -299,10 +301,12 @@ class Lanes:
         try:
             answer = httpx.get(f"{entry.endpoint.url}/metrics", headers=entry.endpoint.headers(), timeout=BUSY_TIMEOUT, trust_env=False)
             now = parse(answer.text, time.time())
-        except httpx.TimeoutException:
-            return True  # it is there and finds no time to answer
+        except httpx.TimeoutException:  # it is there and finds no time to answer; for long, nobody is served by it
+            entry.silent = entry.silent or time.monotonic()
+            return time.monotonic() - entry.silent < SILENT
         except httpx.HTTPError:
             return False  # it does not answer, so it serves nobody
+        entry.silent = 0.0
         return bool(now.running or now.waiting)
 
     # --- stopping ---

@@ -34,7 +34,7 @@ from lab.serving import guard, log
 from lab.serving.command import MODULE, Command, Lane, command
 
 READY_TIMEOUT = 900.0  # seconds; a first compiled start on a slow machine takes minutes
-FETCH_TIMEOUT = 12 * 3600.0  # seconds, where vLLM may first have to fetch hundreds of gigabytes from the hub, without a word in its log
+FETCH_TIMEOUT = 6 * 3600.0  # seconds, where vLLM may first have to fetch hundreds of gigabytes from the hub, without a word in its log
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 KILLED = 10.0  # seconds that processes may take to vanish after SIGKILL (freeing gigabytes on a busy machine is not instant)
 KEEP_LOGS = 30
@@ -284,7 +284,8 @@ def start_lane(
     """
     begin = launcher()
     if timeout is None:
-        fetched = any(isinstance(one.weights, Hub) for one in (lane.recipe.target, *lane.recipe.drafts.values()))
+        used = [lane.recipe.target] if lane.draft == "none" else [lane.recipe.target, lane.recipe.drafts[lane.draft]]
+        fetched = any(isinstance(one.weights, Hub) for one in used)
         timeout = FETCH_TIMEOUT if fetched else READY_TIMEOUT
     for attempt in range(4):
         chosen = port or free_port(host)

@@ -73,24 +73,36 @@ def working(handler: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIt
     return inner
 
 
-def stopped(show: Callable[..., Any]) -> Callable[..., Any]:
-    """What is shown after Stop, once what was at work has ended: the browser sends its cancellation and this at the same time, so either
-    may be heard first."""
+async def ending(*states: Any) -> None:
+    """After Stop, wait until what was at work has ended, `ENDING` seconds at most: the browser sends its cancellation and this at the same
+    time, so either may be heard first."""
+    until, stopping = time.monotonic() + ENDING, [(state, set(state.at_work)) for state in states]
+    while any(work & state.at_work for state, work in stopping) and time.monotonic() < until:
+        await asyncio.sleep(0.02)
+    for state, work in stopping:
+        state.at_work -= work
+
+
+def stopped(show: Callable[..., Any], outputs: int) -> Callable[..., Any]:
+    """What is shown in so many outputs once Stop's `ending` is over; nothing where something newer has begun since."""
 
     @functools.wraps(show)
     async def inner(state: Any, *values: Any) -> Any:
-        until, ending = time.monotonic() + ENDING, set(state.at_work)
-        while ending & state.at_work and time.monotonic() < until:
-            await asyncio.sleep(0.02)
+        if state.at_work:
+            return (gr.skip(),) * outputs
         return await show(state, *values) if inspect.iscoroutinefunction(show) else await asyncio.to_thread(show, state, *values)
 
     return inner
 
 
-def ended(lab: Lab, *lanes: Lane) -> Lane | None:
-    """The first of `lanes` whose engine ended by itself: every further use fails until the restart button starts it anew."""
+def restart_offer(lab: Lab, state: Any, *lanes: Lane) -> Any:
+    """What becomes of the restart button after an error: it is there for the first of `lanes` whose engine ended by itself, since every
+    further use fails until it is started anew; without `lanes`, where no engine was asked for anything, it stays as it is."""
+    if not lanes:
+        return gr.skip()
     dead = {one.lane.key for one in lab.engine.status() if one.state == "dead"}
-    return next((lane for lane in lanes if lane.key in dead), None)
+    state.failed = next((lane for lane in lanes if lane.key in dead), None)
+    return gr.Button(visible=state.failed is not None)
 
 
 def say(status: Status) -> str:

@@ -28,7 +28,7 @@ from lab.serving.attach import Address
 from lab.serving.command import Lane
 from lab.serving.lanes import Lanes
 from lab.serving.process import launcher
-from lab.ui.app import CONCURRENCY, Frame, Lab, about, failed, say, stopped
+from lab.ui.app import CONCURRENCY, Frame, Lab, about, ending, failed, say, stopped
 from lab.ui.bar import memory_words, prompt_bar
 from lab.ui.barrier import barrier_tab
 from lab.ui.beside import beside
@@ -180,9 +180,11 @@ def page(
         # One chain, so that one answer at a time is waited for: the browser keeps six connections, and the cancellation needs one of them.
         everything = [*every, *mine, *proving.events, *crossing.events]
         after = bar.stop.click(None, None, None, cancels=everything, queue=False, api_visibility="private")
+        after = after.then(ending, [session, fourth.remembered[0]], None, queue=False, **quiet)
         shown: list[Any] = [first, second, third, fourth, fifth, racing, explaining, proving, crossing]
         for one in shown:
-            after = after.then(stopped(one.after_stop), fourth.remembered if one is fourth else session, one.outputs, queue=False, **quiet)
+            show = stopped(one.after_stop, len(one.outputs))
+            after = after.then(show, fourth.remembered if one is fourth else session, one.outputs, queue=False, **quiet)
         for moments in ([demo.load], [bar.draft.input, bar.k.input]):
             gr.on(moments, proving.badge, [bar.draft, bar.k], badge, trigger_mode="always_last", **quiet, **CONCURRENCY)
     # What a start cancels comes before it, for the same reason: else it would be cancelled when the start is over, with whatever is newer.

@@ -151,8 +151,12 @@ class Demonstration:
     def __init__(self, engine: Engine, runs: Runs, own: Recipe) -> None:
         self._engine, self._runs, self._own = engine, runs, own
         self._ending: set[asyncio.Task[LabError | None]] = set()
-        #: Whose demonstration is under way.
-        self._whose: Session | None = None
+        #: Whose demonstration is under way, and with which lane.
+        self._whose: tuple[Session, Lane] | None = None
+
+    def _over(self, state: Session) -> None:
+        if self._whose is not None and self._whose[0] is state:
+            self._whose = None
 
     def let_go(self, state: Session) -> None:
         """Begin to stop the engine that this session's demonstration began, or to call its start off; one that somebody uses stays.
@@ -161,7 +165,7 @@ class Demonstration:
         """
         begun, state.barrier = state.barrier, None
         known = self._engine.status()
-        if self._whose is not None and self._whose is not state:
+        if self._whose is not None and self._whose[0] is not state and self._whose[1] == begun:
             return  # somebody else's start or answer by now
         if begun is None or begun.recipe.name == self._own.name or any(one.lane.key == begun.key and one.in_use for one in known):
             return
@@ -185,7 +189,7 @@ class Demonstration:
         """Start the engine without the fix and show how it ends; whatever happens, it does not stay."""
         await self.ended()
         state.barrier = one = lane(smollm2_mla_before())
-        self._whose = state
+        self._whose = (state, one)
         began = time.monotonic()
         try:
             async for line in wait_ready(self._engine, one, []):
@@ -196,7 +200,7 @@ class Demonstration:
             shown = refused(error, time.monotonic() - began)
             yield (Status("done", f"{shown.title}: {shown.message}") if shown.state == "refused" else Status.error(error)), shown
         finally:
-            self._whose = None if self._whose is state else self._whose
+            self._over(state)
             self.let_go(state)
 
     async def after(self, state: Session, prompt: str) -> AsyncGenerator[tuple[Status, Shown, Run | None], None]:
@@ -209,7 +213,7 @@ class Demonstration:
         settings = Settings.of(recipe, prompt, one.draft, one.k, 0.0, TOKENS, False)
         await self.ended()
         state.barrier = one
-        self._whose = state
+        self._whose = (state, one)
         box: list[Endpoint] = []
         whole = False
         try:
@@ -225,6 +229,6 @@ class Demonstration:
         except LabError as error:
             yield Status.error(error), failed(error), None
         finally:
-            self._whose = None if self._whose is state else self._whose
+            self._over(state)
             if not whole:
                 self.let_go(state)

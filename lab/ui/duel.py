@@ -30,7 +30,7 @@ from lab.recipes.model import LEVELS
 from lab.serving.client import Event
 from lab.trace.io import load
 from lab.trace.render import visible
-from lab.ui.app import CONCURRENCY, Frame, Lab, ended, failed, say, working
+from lab.ui.app import CONCURRENCY, Frame, Lab, failed, restart_offer, say, working
 from lab.ui.components import live
 from lab.ui.components.charts import Panels, charts, value_of
 from lab.ui.feed import dump
@@ -270,8 +270,7 @@ def duel(lab: Lab, frame: Frame) -> Duel:
                 else:
                     yield say(line), *(keep,) * 6
         except LabError as error:
-            state.failed = ended(lab, *(each.lane for each in plan.contestants))
-            again = gr.Button(visible=state.failed is not None)
+            again = restart_offer(lab, state, *(each.lane for each in plan.contestants))
             if not measured.whole():
                 yield failed(error), *(keep,) * 5, again
             else:

@@ -124,9 +124,12 @@ def microscope(lab: Lab, frame: Frame) -> Microscope:
         box: list[Endpoint] = []
         run: Run | None = None
         feed: Feed | None = None
-        state.waiting = True
+        before, state.waiting = state.run, True
         try:
             async for line in wait_ready(lab.engine, lane, box):
+                if state.run != before:  # a recording was opened meanwhile: it stays
+                    state.waiting = False
+                    return
                 yield say(line), keep, keep, keep, gr.Button(visible=False), keep, gr.Tabs(selected="microscope"), keep
             state.waiting = False
             run = lab.runs.new(lane, settings)
@@ -146,6 +149,8 @@ def microscope(lab: Lab, frame: Frame) -> Microscope:
             due = 0.0
             async with aclosing(cast(Any, answer(lab.engine, box[0], settings, run))) as lines:  # its end comes before this one's
                 async for line in lines:
+                    if state.run != run.id:  # the same: what is on screen is not drawn over
+                        return
                     picture: Any = keep
                     if time.monotonic() >= due:
                         picture, due = _charts(lab, state, run), time.monotonic() + 1 / HERTZ
@@ -228,7 +233,8 @@ def microscope(lab: Lab, frame: Frame) -> Microscope:
             yield keep, gr.Button(visible=False)
             return
         # Somebody else may have pressed first: what starts by now, or answers, is not ended again.
-        ours = not any(one.lane.key == lane.key and (one.state == "starting" or one.in_use) for one in lab.engine.status())
+        known = [one for one in lab.engine.status() if one.lane.key == lane.key]
+        ours = not any(one.state == "starting" or (one.state == "ready" and one.in_use) for one in known)
         try:
             async for line in wait_ready(lab.engine, lane, [], restart=ours):
                 yield say(line), gr.Button(visible=False)
@@ -242,8 +248,7 @@ def microscope(lab: Lab, frame: Frame) -> Microscope:
     start = [frame.bar.run.click, frame.bar.prompt.submit]
     running = gr.on(start, run_prompt, [session, *frame.bar.inputs], outputs, **quiet, **CONCURRENCY)
     again = restart.click(start_again, session, [status, restart], **quiet, **CONCURRENCY)
-    # A recording takes the place of what runs, which would go on being drawn over it.
-    opened.upload(open_file, [session, opened], [*outputs, pick], cancels=[running], **quiet)
-    pick.input(choose, [session, pick], [*outputs, pick], queue=False, cancels=[running], **quiet)
+    opened.upload(open_file, [session, opened], [*outputs, pick], **quiet)
+    pick.input(choose, [session, pick], [*outputs, pick], queue=False, **quiet)
     steps.scrub(scrub, session, drawn, **quiet, trigger_mode="always_last")
     return Microscope([running, again], outputs, after_stop, restore)

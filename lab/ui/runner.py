@@ -62,7 +62,7 @@ STAGES = {
     "starting": "Starting",
     "ready": "Ready:",
     "failed": "Could not start",
-    "evicted": "Stopped to make room for",
+    "evicted": "Making room for",
 }
 
 

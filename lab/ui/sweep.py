@@ -20,7 +20,7 @@ import gradio as gr
 from lab import env, provenance
 from lab.bench import agg, charts, published, sweep_run
 from lab.errors import LabError
-from lab.ui.app import CONCURRENCY, Frame, Lab, failed, say, stopped, working
+from lab.ui.app import CONCURRENCY, Frame, Lab, ending, failed, say, stopped, working
 from lab.ui.bar import DRAFT_NAMES
 from lab.ui.components import live
 from lab.ui.components.charts import charts as drawing
@@ -115,14 +115,14 @@ def sweep(lab: Lab, frame: Frame) -> SweepTab:
     async def run(now: SweepState, beside: Sequence[str], *values: Any) -> AsyncIterator[tuple[Any, ...]]:
         try:
             plan = plan_of(recipe, *values)
+            now.early = True
             yield say(Status("busy", "Preparing the sweep", detail="checkpoints and their sums")), keep, keep, keep, keep
             together = lab.engine.fit_together(plan.lanes)
-            now.early = True
             found = await asyncio.to_thread(sweep_run.prepare, plan, None, results=env.cache_dir() / "results", together=together)
         except LabError as error:
             yield failed(error), keep, keep, keep, keep
             return
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             now.stopped = time.monotonic()
             raise
         now.sweep, now.early = found, False
@@ -192,8 +192,8 @@ def sweep(lab: Lab, frame: Frame) -> SweepTab:
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     running = begin.click(run, [state, overlay, *form], outputs, **quiet, **CONCURRENCY)
     end.click(None, None, None, cancels=[running], queue=False, api_visibility="private").then(
-        stopped(after_stop), [state, overlay], outputs, queue=False, **quiet
-    )
+        ending, [state], None, queue=False, **quiet
+    ).then(stopped(after_stop, len(outputs)), [state, overlay], outputs, queue=False, **quiet)
     upload.upload(opened, [upload, state, overlay], outputs, queue=False, **quiet)
     clear.click(cleared, [state, overlay], outputs, queue=False, **quiet)
     overlay.input(lambda now, beside: shown(now, beside), [state, overlay], [drawn, table], queue=False, **quiet)

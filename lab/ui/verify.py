@@ -26,7 +26,7 @@ from lab.errors import LabError
 from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint
 from lab.ui import proof
-from lab.ui.app import CONCURRENCY, Frame, Lab, ended, failed, say, working
+from lab.ui.app import CONCURRENCY, Frame, Lab, failed, restart_offer, say, working
 from lab.ui.components import live
 from lab.ui.components.charts import charts, value_of
 from lab.ui.runner import Status, wait_ready
@@ -141,8 +141,7 @@ def verify_tab(lab: Lab, frame: Frame, badge: gr.HTML) -> Proof:
             )
             path = certificate.save(lane, known, made, bodies[0])
         except LabError as error:
-            state.failed = ended(lab, *used)
-            yield failed(error), keep, keep, keep, keep, gr.Button(visible=state.failed is not None), keep
+            yield failed(error), keep, keep, keep, keep, restart_offer(lab, state, *used), keep
             return
         found = certificate.read(path, certificate.hashed(known))
         level: Any = "done" if bodies[0]["verdict"] == "lossless" else "error"
@@ -186,8 +185,7 @@ def verify_tab(lab: Lab, frame: Frame, badge: gr.HTML) -> Proof:
             rows = context.summarise(seen[lane.draft], seen["none"])
             made = await asyncio.to_thread(origin.describe, [lane, plain], [shipped(LONG)], max_tokens=NEW_TOKENS)
         except LabError as error:
-            state.failed = ended(lab, *used)
-            yield failed(error), keep, keep, keep, keep, gr.Button(visible=state.failed is not None), keep
+            yield failed(error), keep, keep, keep, keep, restart_offer(lab, state, *used), keep
             return
         path = cache_dir() / "results" / f"context-{time.strftime('%Y%m%d-%H%M%S')}.json"
         done = Status("done", context.explain(rows).split(". ")[0] + ".", detail=f"saved to {path}", more=[context.explain(rows)])

@@ -30,7 +30,7 @@ from lab.serving.client import WITHHOLD_ARGUMENT
 from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint
 from lab.trace import whatif
-from lab.ui.app import CONCURRENCY, Frame, Lab, ended, failed, say, working
+from lab.ui.app import CONCURRENCY, Frame, Lab, failed, restart_offer, say, working
 from lab.ui.components import live
 from lab.ui.components.charts import Panels, charts, value_of
 from lab.ui.feed import dump
@@ -278,11 +278,6 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
         shown = explain(summary, "Measured here"), value_of(panels(summary))
         return say(line), *shown, gr.Dropdown(choices=list(stored())), keep, keep
 
-    def offer(state: Session, *lanes: Lane) -> Any:
-        """The restart button, where one of these engines ended by itself."""
-        state.failed = ended(lab, *lanes)
-        return gr.Button(visible=state.failed is not None)
-
     @working
     async def run_measure(state: Session, kind: str, typed_ks: str, typed_batches: str) -> AsyncIterator[tuple[Any, ...]]:
         state.active, name = "why", secrets.token_hex(8)
@@ -304,7 +299,7 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
                     yield say(line), keep, keep, keep, gr.Tabs(selected="why"), keep
             about = await asyncio.to_thread(origin.describe, lanes, files, max_tokens=48, rounds=2)
         except LabError as error:
-            yield failed(error), keep, keep, keep, keep, offer(state, *lanes)
+            yield failed(error), keep, keep, keep, keep, restart_offer(lab, state, *lanes)
             return
         measured = grid.Measured(plan)
         measuring[name] = (measured, held, about)
@@ -324,7 +319,7 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
                 yield say(line), *(keep,) * 5
             await running
         except LabError as error:
-            yield failed(error), *finish(measuring.pop(name), complete=False)[1:-1], offer(state, *lanes)
+            yield failed(error), *finish(measuring.pop(name), complete=False)[1:-1], restart_offer(lab, state, *lanes)
             return
         finally:
             running.cancel()
@@ -359,7 +354,7 @@ def why_tab(lab: Lab, frame: Frame) -> Why:
                 most = int(run.request.settings.get("max_tokens") or 128)
                 probe = await grid.ask(endpoint, Prompt("run", "run", run.request.prompt), most, {WITHHOLD_ARGUMENT: 1})
         except LabError as error:
-            yield failed(error), keep, keep, keep, keep, offer(state, *lanes)
+            yield failed(error), keep, keep, keep, keep, restart_offer(lab, state, *lanes)
             return
         yield say(Status("done", f"Every K for {run.label}.")), run_table(run, probe), keep, keep, keep, keep
 

@@ -41,7 +41,6 @@ def test_tokens_are_ids_and_not_chunks(serve: Serve, fake: Any) -> None:
     (ratio,) = summary["ratios"]
     one, other = (sum(turn["seconds"] for turn in lane["turns"]) for lane in summary["lanes"])
     assert ratio["pooled"]["value"] == pytest.approx(one / other), "as many tokens, so it is the times alone"
-    assert one / other > 1.2, "about 4 on a quiet machine"
     assert one >= 4 * 24 * 0.029, "a pause is never shorter than asked"
     assert [turn["tokens"] for lane in summary["lanes"] for turn in lane["turns"]] == [24] * 8
     assert ratio["token_ids"] == {"answers": 4, "identical": 4, "differences": []}

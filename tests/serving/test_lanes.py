@@ -192,7 +192,8 @@ def test_a_lane_that_is_taken_at_the_last_moment_is_kept(local_recipe: Make, gon
     run(check())
 
 
-def test_a_server_too_busy_to_say_what_runs_is_kept(local_recipe: Make, gone: Gone, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hung", [False, True])
+def test_a_server_too_busy_to_say_what_runs_is_kept(local_recipe: Make, gone: Gone, monkeypatch: pytest.MonkeyPatch, hung: bool) -> None:
     monkeypatch.setattr(module, "BUSY_TIMEOUT", 0.5)
 
     async def check() -> None:
@@ -203,7 +204,10 @@ def test_a_server_too_busy_to_say_what_runs_is_kept(local_recipe: Make, gone: Go
             os.kill(engine, signal.SIGSTOP)  # it takes connections and answers none, as on a machine that is overloaded
             with pytest.raises(LabError, match="no room"):
                 await lanes.endpoint(other)
-            os.kill(engine, signal.SIGCONT)
+            if hung:  # it has been asked before, and is not waited for any longer
+                monkeypatch.setattr(module, "SILENT", 0.0)
+            else:
+                os.kill(engine, signal.SIGCONT)
             await lanes.endpoint(other)
             assert state(lanes, stopped) == "stopped"
 

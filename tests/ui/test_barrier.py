@@ -177,6 +177,22 @@ def test_stop_on_another_page_does_not_call_off_this_ones_start() -> None:
     assert fake.stopped == []
 
 
+def test_stop_ends_its_own_engine_while_another_page_starts_another() -> None:
+    fake = engine(start=0.3)
+    mine = crossing.lane(recipes.get("smollm2-mla"))
+    earlier, now = Session(barrier=mine), Session()
+    demonstration = crossing.Demonstration(fake, Runs(), OWN)
+
+    async def work() -> None:
+        await fake.endpoint(mine)
+        async for _ in demonstration.before(now):
+            demonstration.let_go(earlier)
+        await demonstration.ended()
+
+    asyncio.run(work())
+    assert mine.key in fake.stopped
+
+
 @pytest.mark.browser
 def test_both_buttons_and_stop_in_a_browser(serve: Serve, visit: Visit) -> None:
     fake = engine(start=2.0, pace=0.05, stopping=1.0)

@@ -24,8 +24,9 @@ from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint, LaneStatus, Progress
 from lab.trace.io import load
 from lab.trace.model import Request
-from lab.ui import build, quantise, race, sweep, verify, why
+from lab.ui import app, build, quantise, race, sweep, verify, why
 from lab.ui.engine import Serving
+from lab.ui.microscope import recordings
 from lab.ui.state import Run, Runs, Session
 from lab.ui.sweep_state import SweepState
 
@@ -342,13 +343,62 @@ def test_a_lane_that_was_stopped_in_between_is_asked_where_it_is_now(monkeypatch
 # --- what a page shows is one run's
 
 
-def test_a_recording_takes_the_place_of_what_runs(tmp_path: Path) -> None:
-    page = Handlers(Engine(RECIPE), tmp_path)
-    running = page.found["microscope.<locals>.run_prompt"]._id
-    for name in ("choose", "open_file"):
-        targets = page.found[f"microscope.<locals>.{name}"].targets
-        ended = [one.cancels for one in page.demo.fns.values() if one.is_cancel_function and one.targets == targets]
-        assert [running] in ended
+@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("asked", [True, False], ids=["answering", "starting"])
+def test_a_recording_takes_the_place_of_what_runs(good: bool, asked: bool, tmp_path: Path) -> None:
+    """One that can be opened; a file that cannot leaves what runs alone."""
+    engine = Engine(RECIPE, pace=0.05, start=0.0 if asked else 0.5)
+    page, state = Handlers(engine, tmp_path), Session()
+    (tmp_path / "odd.jsonl").write_text("{}")
+
+    async def work() -> None:
+        opened = None
+        async for _shown in page["microscope.run_prompt"](state, *BAR):
+            if opened is None and (not asked or (engine.requests and engine.requests[-1].steps)):
+                name = next(iter(recordings()))
+                opened = page["microscope.choose"](state, name) if good else page["microscope.open_file"](state, tmp_path / "odd.jsonl")
+                shown = state.run
+            elif opened is not None and good:
+                pytest.fail("the run was drawn over the recording")
+        assert opened is not None
+        run = runs_of(page).get(state.run)
+        assert run is not None
+        assert run.state == ("opened" if good else "done")
+        assert state.run == shown or not (good or asked)
+        assert not state.waiting
+
+    asyncio.run(work())
+    assert engine.closed == (1 if good and asked else 0)
+
+
+# --- Stop, and what was pressed since
+
+
+def test_stop_waits_for_what_it_stopped_and_leaves_what_is_newer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, old, new, said = Session(), object(), object(), list[int]()
+    show = app.stopped(lambda _state: said.append(1), 3)
+
+    async def work() -> None:
+        state.at_work |= {old}
+        waiting = asyncio.create_task(app.ending(state, SweepState()))
+        await asyncio.sleep(0.05)
+        state.at_work |= {new}  # somebody pressed Race
+        assert not waiting.done()
+        state.at_work -= {old}
+        await waiting
+        assert await show(state) == (gr.skip(),) * 3
+        assert not said
+        state.at_work.clear()
+        await show(state)
+        assert said == [1]
+        # what does not end is waited for so long, and then spoken over
+        monkeypatch.setattr(app, "ENDING", 0.05)
+        state.at_work |= {old}
+        await app.ending(state)
+        await show(state)
+        assert said == [1, 1]
+
+    asyncio.run(work())
 
 
 # --- a disk that is full
