@@ -57,16 +57,22 @@ class Frame:
 
 
 def working(handler: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    """A handler that Stop may cancel: its first argument, what the page remembers, knows of it until it has ended."""
+    """A handler that Stop may cancel: its first argument, what the page remembers, knows of it until it has ended.
+
+    It brings its tab to the front once: whoever looks elsewhere meanwhile is not called back, least of all by a picture that comes late,
+    when something newer has its tab in front.
+    """
 
     @functools.wraps(handler)
     async def inner(state: Any, *values: Any) -> AsyncIterator[Any]:
-        this = object()
+        this, in_front = object(), False
         state.at_work.add(this)
         try:
             async with aclosing(cast(Any, handler(state, *values))) as found:
                 async for one in found:
-                    yield one
+                    shown = tuple(gr.skip() if in_front and isinstance(value, gr.Tabs) else value for value in one)
+                    in_front = in_front or any(isinstance(value, gr.Tabs) for value in shown)
+                    yield shown
         finally:
             state.at_work.discard(this)
 

@@ -371,6 +371,17 @@ def test_a_recording_takes_the_place_of_what_runs(good: bool, asked: bool, tmp_p
     assert engine.closed == (1 if good and asked else 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("microscope.run_prompt", BAR), ("beside.run_both", BAR), ("duel.run_duel", ("bf16", "fp8", "Chat: 8 prompts", *BAR))],
+)
+def test_its_tab_comes_to_the_front_once(name: str, values: tuple[Any, ...], tmp_path: Path) -> None:
+    page = Handlers(Engine(RECIPE, start=0.5), tmp_path)
+    shown = page.all(name, Session(), *values)
+    assert [sum(isinstance(value, gr.Tabs) for value in one) for one in shown].count(1) == 1
+    assert any(isinstance(value, gr.Tabs) for value in shown[0])
+
+
 # --- Stop, and what was pressed since
 
 
