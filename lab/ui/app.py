@@ -27,6 +27,8 @@ from lab.ui.state import Run, Runs
 
 #: Every session may run at once; the engine batches. See `build.page` for the queue's size.
 CONCURRENCY = {"concurrency_limit": 32, "concurrency_id": "generate"}
+#: Seconds in which a handler brings its tab to the front.
+FRONT = 1.0
 #: Seconds that Stop waits for what it cancelled.
 ENDING = 20.0
 
@@ -59,20 +61,23 @@ class Frame:
 def working(handler: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
     """A handler that Stop may cancel: its first argument, what the page remembers, knows of it until it has ended.
 
-    It brings its tab to the front once: whoever looks elsewhere meanwhile is not called back, least of all by a picture that comes late,
-    when something newer has its tab in front.
+    It brings its tab to the front in its first second, with everything that it shows then, since the browser may take several pictures for
+    one and forget what only the first of them said. After that, whoever looks elsewhere is not called back.
     """
 
     @functools.wraps(handler)
     async def inner(state: Any, *values: Any) -> AsyncIterator[Any]:
-        this, in_front = object(), False
+        this, front, until = object(), -1, 0.0
         state.at_work.add(this)
         try:
             async with aclosing(cast(Any, handler(state, *values))) as found:
                 async for one in found:
-                    shown = tuple(gr.skip() if in_front and isinstance(value, gr.Tabs) else value for value in one)
-                    in_front = in_front or any(isinstance(value, gr.Tabs) for value in shown)
-                    yield shown
+                    if front < 0:
+                        front = next((place for place, value in enumerate(one) if isinstance(value, gr.Tabs)), -1)
+                        tab, until = one[front], time.monotonic() + FRONT
+                        yield one
+                        continue
+                    yield (*one[:front], gr.Tabs(selected=tab.selected) if time.monotonic() < until else gr.skip(), *one[front + 1 :])
         finally:
             state.at_work.discard(this)
 

@@ -371,15 +371,14 @@ def test_a_recording_takes_the_place_of_what_runs(good: bool, asked: bool, tmp_p
     assert engine.closed == (1 if good and asked else 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("microscope.run_prompt", BAR), ("beside.run_both", BAR), ("duel.run_duel", ("bf16", "fp8", "Chat: 8 prompts", *BAR))],
-)
-def test_its_tab_comes_to_the_front_once(name: str, values: tuple[Any, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "values"), [("microscope.run_prompt", BAR), ("beside.run_both", BAR)])
+def test_its_tab_comes_to_the_front_at_first(name: str, values: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Handlers(Engine(RECIPE, start=0.5), tmp_path)
-    shown = page.all(name, Session(), *values)
-    assert [sum(isinstance(value, gr.Tabs) for value in one) for one in shown].count(1) == 1
-    assert any(isinstance(value, gr.Tabs) for value in shown[0])
+    for seconds, every in ((0.0, False), (600.0, True)):
+        monkeypatch.setattr(app, "FRONT", seconds)
+        shown = [[value.selected for value in one if isinstance(value, gr.Tabs)] for one in page.all(name, Session(), *values)]
+        assert shown[0]
+        assert shown[1:] == [shown[0] if every else []] * (len(shown) - 1)
 
 
 # --- Stop, and what was pressed since
