@@ -244,7 +244,7 @@ def test_a_run_that_was_closed_before_it_was_sent_is_over(name: str, which: str,
 @pytest.mark.parametrize("name", ["microscope.run_prompt", "beside.run_both"])
 def test_stop_between_two_pictures_aborts_the_answer_before_it_speaks(name: str, tmp_path: Path) -> None:
     """Gradio closes the handler where it last showed something; what is open within must not be left to the garbage collector."""
-    engine = Engine(RECIPE, pace=0.3)
+    engine = Engine(RECIPE, pace=0.1)
     page = Handlers(engine, tmp_path)
     state = Session()
 
