@@ -29,7 +29,7 @@ from lab.errors import LabError
 from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint, Progress
 from lab.serving.memory import on_gpu
-from lab.serving.metrics import Snapshot, cache_tokens, parse, read
+from lab.serving.metrics import Snapshot, cache_tokens, read, understood
 from lab.trace.html import table
 
 State = Literal["waiting", "starting", "running", "tracing", "done", "earlier", "failed", "refused"]
@@ -214,7 +214,7 @@ async def _server(sweep: Sweep, lane: Lane, servers: Servers) -> AsyncIterator[E
 
 async def _look(endpoint: Endpoint) -> tuple[Snapshot, int | None]:
     text = await read(endpoint, timeout=15.0)
-    return parse(text, time.time()), cache_tokens(text)
+    return understood(text, endpoint), cache_tokens(text)
 
 
 async def template_tokens(endpoint: Endpoint) -> int:

@@ -79,7 +79,11 @@ def cache_tokens(text: str) -> int | None:
 async def scrape(endpoint: Endpoint, *, client: httpx.AsyncClient | None = None, timeout: float = 5.0) -> Snapshot:
     """Read the counters of `endpoint` now; `client` saves connecting anew at every call. Raises `LabError` if it does not answer, or with
     something else than counters."""
-    text = await read(endpoint, client=client, timeout=timeout)
+    return understood(await read(endpoint, client=client, timeout=timeout), endpoint)
+
+
+def understood(text: str, endpoint: Endpoint) -> Snapshot:
+    """What `read` gave, as counters of now; raises `LabError` where it is something else."""
     try:
         return parse(text, time.time())
     except (ValueError, KeyError) as error:  # a page of whatever stands before a server elsewhere
