@@ -18,35 +18,41 @@ from lab.errors import LabError
 from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint
 
-#: Runs as a process of its own, takes the real client's arguments, tells the server what it "sent", and writes a file of the real form.
+#: Runs as a process of its own: the lab's worker with another way to measure, which takes the real client's arguments, tells the server
+#: what it "sent", and writes a file of the real form.
 CLIENT = """
-import json, sys, time, urllib.request
-words = sys.argv[1:]
-def value(flag, default=None):
-    return words[words.index(flag) + 1] if flag in words else default
-if words[0] == "prompts":
-    open(words[1], "w").write("".join(json.dumps({"prompt": f"p{n}", "output_tokens": 8}) + "\\n" for n in range(2)))
+import json, os, sys, time, urllib.request
+from lab.bench import vllm_client
+if sys.argv[1] == "prompts":
+    open(sys.argv[2], "w").write("".join(json.dumps({"prompt": f"p{n}", "output_tokens": 8}) + "\\n" for n in range(2)))
     raise SystemExit(0)
-conc, count, warm = (int(value(flag)) for flag in ("--max-concurrency", "--num-prompts", "--num-warmups"))
-body = json.dumps({"requests": count + warm, "tokens": 10 * (count + warm), "concurrency": conc, "words": words}).encode()
-request = urllib.request.Request(value("--base-url") + "/fake/load", body, {"Content-Type": "application/json"})
-told = json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request))
-time.sleep(told["pause"])
-if told["fail"]:
-    sys.exit("ValueError: " + told["fail"])
-speed = told["speed"] * conc ** 0.5
-result = {"duration": 10 * count / speed, "completed": count - told["lost"], "failed": told["lost"], "total_input_tokens": 20 * count,
-    "total_output_tokens": 10 * count, "output_throughput": speed, "total_token_throughput": 3 * speed, "request_throughput": 1.0,
-    "output_lens": [10] * count, "errors": ["Traceback\\nBoom: <b>lost</b>"] * told["lost"], "max_concurrency": conc}
-for metric, ms in (("ttft", 50.0), ("tpot", 1000 * conc / speed), ("itl", 9.0), ("e2el", 400.0)):
-    result |= {f"mean_{metric}_ms": ms, f"median_{metric}_ms": ms, f"std_{metric}_ms": 1.0, f"p99_{metric}_ms": 2 * ms}
-if told["drafts"]:
-    result |= {"spec_decode_num_drafts": 100, "spec_decode_draft_tokens": 300, "spec_decode_accepted_tokens": 150,
-        "spec_decode_per_position_acceptance_rates": [0.8, 0.5, 0.2]}
-for item in words[words.index("--metadata") + 1:]:
-    key, _, text = item.partition("=")
-    result[key] = text
-open(value("--result-dir") + "/" + value("--result-filename"), "w").write(json.dumps(result))
+def measure(words):
+    def value(flag, default=None):
+        return words[words.index(flag) + 1] if flag in words else default
+    conc, count, warm = (int(value(flag)) for flag in ("--max-concurrency", "--num-prompts", "--num-warmups"))
+    body = json.dumps({"requests": count + warm, "tokens": 10 * (count + warm), "concurrency": conc, "words": words, "pid": os.getpid()}).encode()
+    request = urllib.request.Request(value("--base-url") + "/fake/load", body, {"Content-Type": "application/json"})
+    told = json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request))
+    time.sleep(told["pause"])
+    if told["fail"] == "killed":
+        os._exit(7)
+    if told["fail"]:
+        sys.exit("ValueError: " + told["fail"])
+    speed = told["speed"] * conc ** 0.5
+    result = {"duration": 10 * count / speed, "completed": count - told["lost"], "failed": told["lost"], "total_input_tokens": 20 * count,
+        "total_output_tokens": 10 * count, "output_throughput": speed, "total_token_throughput": 3 * speed, "request_throughput": 1.0,
+        "output_lens": [10] * count, "errors": ["Traceback\\nBoom: <b>lost</b>"] * told["lost"], "max_concurrency": conc}
+    for metric, ms in (("ttft", 50.0), ("tpot", 1000 * conc / speed), ("itl", 9.0), ("e2el", 400.0)):
+        result |= {f"mean_{metric}_ms": ms, f"median_{metric}_ms": ms, f"std_{metric}_ms": 1.0, f"p99_{metric}_ms": 2 * ms}
+    if told["drafts"]:
+        result |= {"spec_decode_num_drafts": 100, "spec_decode_draft_tokens": 300, "spec_decode_accepted_tokens": 150,
+            "spec_decode_per_position_acceptance_rates": [0.8, 0.5, 0.2]}
+    for item in words[words.index("--metadata") + 1:]:
+        key, _, text = item.partition("=")
+        result[key] = text
+    open(value("--result-dir") + "/" + value("--result-filename"), "w").write(json.dumps(result))
+vllm_client.measure = measure
+vllm_client.worker(sys.argv[2])
 """
 
 
@@ -131,7 +137,7 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeV
     fake.url = f"http://127.0.0.1:{server.server_port}"
     script = tmp_path / "client.py"
     script.write_text(CLIENT)
-    command: Callable[[], tuple[str, ...]] = lambda: (sys.executable, str(script), "serve")  # noqa: E731
+    command: Callable[[], tuple[str, ...]] = lambda: (sys.executable, str(script))  # noqa: E731
     monkeypatch.setattr(client, "program", command)
     yield fake
     server.shutdown()

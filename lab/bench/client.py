@@ -1,5 +1,8 @@
 """The load of one cell by vLLM's own benchmark client: its arguments (pure), and its process, which never outlives the lab.
 
+Importing the client takes as long as a short cell, so one process (`Worker`) measures one cell after another, as `vllm bench serve` with
+the cell's arguments would: the same function, each time with its own seed, event loop and connections.
+
 Endpoint: OpenAI chat, so the server applies the chat template to every prompt, exactly once: prompts of files go through the client's
 `custom` dataset with `--skip-chat-template`, because it would otherwise apply the template itself before the server does it again. Files
 of Spec-Bench's form go the same way, not through the client's `spec_bench` dataset, which in vLLM 0.32 neither passes that flag nor the
@@ -16,7 +19,9 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,18 +30,15 @@ from lab.bench.workload import client_lengths
 from lab.errors import LabError
 from lab.serving import guard, log
 from lab.serving.endpoint import Endpoint
-from lab.serving.process import launcher
 
-MODULE = ("-m", "lab.bench.vllm_client")
 #: Percentiles in the client's file; 99 is InferenceX's.
 PERCENTILES = "90,95,99"
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 
 
 def program() -> tuple[str, ...]:
-    """How to start the client here: the `vllm` command where it works, else its module."""
-    found = launcher()
-    return (found[0], "bench", "serve") if found[-1] == "serve" else (sys.executable, *MODULE, "serve")
+    """How to start the client here, with a process for itself."""
+    return (sys.executable, "-m", "lab.bench.vllm_client")
 
 
 def arguments(cell: Cell, endpoint: Endpoint, *, tokenizer: str, result: Path, prompts: Path | None, template: int = 0) -> list[str]:
@@ -87,18 +89,93 @@ def environment(endpoint: Endpoint, tokenizer: str, base: Mapping[str, str] | No
 
 async def run(argv: Sequence[str], environ: Mapping[str, str], output: Path, *, what: str = "vLLM's benchmark client") -> None:
     """Run `argv` behind a guard with its output in `output`; raises `LabError` when it fails. Cancelling ends it and its children."""
+    child = await _guarded(argv, environ, output)
+    try:
+        code = await child.wait()
+    finally:
+        await _ended(child)
+    if code:
+        raise _failure(code, output, what)
+
+
+async def _guarded(argv: Sequence[str], environ: Mapping[str, str], output: Path) -> asyncio.subprocess.Process:
     command = [sys.executable, "-I", "-S", guard.__file__, str(GRACE), "-", "--", *argv]
     with output.open("wb") as handle:
-        child = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=handle, stderr=handle, env=dict(environ), start_new_session=True
         )
+
+
+async def _ended(child: asyncio.subprocess.Process) -> None:
+    """End it where it still runs, and wait for that."""
+    if child.returncode is None:
+        assert child.stdin is not None
+        child.stdin.close()
+        await asyncio.shield(child.wait())
+
+
+def _failure(code: int, output: Path, what: str = "vLLM's benchmark client") -> LabError:
+    tail = "\n".join([log.cause(output), *log.tail(output, 8)]).strip()
+    return LabError(f"{what} failed (exit code {code}).", why=tail, todo=f"Its output is {output.name}.")
+
+
+class Worker:
+    """vLLM's client as one process behind a guard, told over a socket what to measure; an async context manager.
+
+    It starts with the first cell, and anew where the environment is another (a key, a tokenizer from the hub) or where it has died.
+    """
+
+    def __init__(self) -> None:
+        self._child: asyncio.subprocess.Process | None = None
+        self._environ: dict[str, str] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Worker:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the process."""
+        await self._stack.aclose()
+
+    async def run(self, words: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
+        """Run the client with the arguments `words`, its output in `output`. Raises `LabError` when it fails; cancelling ends it."""
         try:
-            code = await child.wait()
+            if self._child is None or self._child.returncode is not None or self._environ != environ:
+                await self._start(environ, output)
+            self._writer.write(json.dumps({"argv": list(words), "output": str(output)}).encode() + b"\n")
+            if not (answer := await self._reader.readline()):
+                assert self._child is not None
+                raise _failure(await self._child.wait(), output)
+        except ConnectionError as error:
+            raise LabError("vLLM's benchmark client broke off.", why=f"{error}.", todo=f"Its output is {output.name}.") from error
+        except BaseException:
+            await self.close()
+            raise
+        if code := json.loads(answer)["code"]:
+            raise _failure(code, output)
+
+    async def _start(self, environ: Mapping[str, str], output: Path) -> None:
+        await self.close()
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="eagle3-lab-client-"))  # short: a socket's path is limited
+        came: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.get_running_loop().create_future()
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            came.set_result((reader, writer))
+
+        server = await asyncio.start_unix_server(connected, f"{folder}/socket")
+        self._stack.callback(server.close)
+        child = await _guarded([*program(), "worker", f"{folder}/socket"], environ, output)
+        self._stack.push_async_callback(_ended, child)
+        ended = asyncio.create_task(child.wait())
+        try:
+            await asyncio.wait((came, ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if child.returncode is None:
-                assert child.stdin is not None
-                child.stdin.close()
-                await asyncio.shield(child.wait())
-    if code:
-        tail = "\n".join([log.cause(output), *log.tail(output, 8)]).strip()
-        raise LabError(f"{what} failed (exit code {code}).", why=tail, todo=f"Its output is {output.name}.")
+            ended.cancel()
+        if not came.done():
+            raise _failure(child.returncode or 0, output)
+        self._reader, self._writer = came.result()
+        self._stack.callback(self._writer.close)
+        self._child, self._environ = child, dict(environ)

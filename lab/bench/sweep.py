@@ -28,6 +28,11 @@ PROMPTS = 10
 WARM_UPS = 2
 
 
+def requests(concurrency: int, prompts_per: int, least: int) -> int:
+    """How many requests a cell measures."""
+    return max(prompts_per * concurrency, least)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One measurement: `prompts` requests after `warm_ups` unmeasured ones, `concurrency` at a time. `low` see `lab.bench.workload`."""
@@ -77,7 +82,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `loops`: whether acceptance is measured a second time on a traced lane, to tell it without repeated 8-grams."""
+    """What to measure. `loops`: whether acceptance is measured a second time on a traced lane, to tell it without repeated 8-grams;
+    `least`: requests of a cell where `prompts_per` for each one in flight are fewer."""
 
     lanes: tuple[Lane, ...]
     workloads: tuple[Workload, ...]
@@ -88,6 +94,7 @@ class Plan:
     low: float = LOW
     temperature: float = 0.0
     loops: bool = True
+    least: int = 1
 
     def __post_init__(self) -> None:
         if not self.lanes or len({lane.key for lane in self.lanes}) < len(self.lanes):
@@ -102,7 +109,7 @@ class Plan:
             raise LabError("A sweep needs lengths or files of prompts, each once.", todo="For example 128/128.")
         if len({lane.compiled for lane in self.lanes}) > 1:
             raise LabError("Eager and compiled lanes are not compared with each other.")
-        if not self.concurrencies or not self.seeds or min(*self.concurrencies, self.prompts_per) < 1 or self.warm_ups_per < 0:
+        if not self.concurrencies or not self.seeds or min(*self.concurrencies, self.prompts_per, self.least) < 1 or self.warm_ups_per < 0:
             raise LabError("Concurrency, seeds and prompts must be at least 1.")
         if not 0 < self.low <= 1:
             raise LabError(f"{self.low} is not a share of the lengths.", todo="Choose a number above 0, up to 1: published is 0.8.")
@@ -129,7 +136,7 @@ class Plan:
             workload,
             concurrency,
             seed,
-            self.prompts_per * concurrency,
+            requests(concurrency, self.prompts_per, self.least),
             self.warm_ups_per * concurrency,
             self.low,
             self.temperature,
@@ -147,8 +154,8 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Output tokens of the whole sweep at most, warm-ups included: for an estimate of how long it takes."""
-        each = sum(workload.osl * (self.prompts_per + self.warm_ups_per) * c for workload in self.workloads for c in self.concurrencies)
-        return each * len(self.lanes) * len(self.seeds)
+        asked = sum(requests(c, self.prompts_per, self.least) + self.warm_ups_per * c for c in self.concurrencies)
+        return asked * sum(workload.osl for workload in self.workloads) * len(self.lanes) * len(self.seeds)
 
 
 def folder_name(plan: Plan, keys: Sequence[str]) -> str:

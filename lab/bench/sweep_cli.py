@@ -50,6 +50,7 @@ def sweep(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens for prompts from files, which may end earlier.")] = 128,
     seeds: Annotated[str, typer.Option("--seeds", help="One round of all cells each, with commas; intervals need two.")] = "0",
     prompts_per: Annotated[int, typer.Option("--prompts-per", min=1, help="Requests for each one in flight (published: 10).")] = 10,
+    least: Annotated[int, typer.Option("--least", min=1, help="Requests of a cell at least: --prompts-per gives few at 1 in flight.")] = 1,
     warmups_per: Annotated[
         int, typer.Option("--warmups-per", min=0, help="Unmeasured requests for each one in flight (published: 2).")
     ] = 2,
@@ -88,6 +89,7 @@ def sweep(
         low=low,
         temperature=temperature,
         loops=loops,
+        least=least,
     )
     tables = _tables(published)
     servers = Lanes()

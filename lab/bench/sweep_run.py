@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -109,7 +108,7 @@ def prepare(
     """
     files = [one.file for one in plan.workloads if one.file is not None]
     described = origin.describe(
-        plan.lanes, files, say=say, seeds=list(plan.seeds), prompts_per_concurrency=plan.prompts_per,
+        plan.lanes, files, say=say, seeds=list(plan.seeds), prompts_per_concurrency=plan.prompts_per, least_prompts=plan.least,
         warmups_per_concurrency=plan.warm_ups_per, range_low=plan.low, temperature=plan.temperature,
     )  # fmt: skip
     around = surroundings(described)
@@ -147,13 +146,17 @@ def _earlier(path: Path, key: str) -> dict[str, Any] | None:
     return found if found.get("eagle3_lab_key") == key and found.get("eagle3_lab_status") == "done" else None
 
 
-async def run(sweep: Sweep, servers: Servers, *, rest: float = REST) -> None:
-    """Measure what is not there yet; every row ends as done, earlier, failed or refused. Errors of a cell stay in its row."""
-    for row in sweep.rows:
-        if row.state != "waiting":
-            continue
-        await _guarded(sweep, row, _measure(sweep, row, servers, rest))
-        save_csv(sweep)
+async def run(sweep: Sweep, servers: Servers, *, rest: float = REST, worker: client.Worker | None = None) -> None:
+    """Measure what is not there yet; every row ends as done, earlier, failed or refused. Errors of a cell stay in its row.
+
+    `worker`: a client of the caller's, for several sweeps; else one for this sweep alone.
+    """
+    async with AsyncExitStack() as stack:
+        asker = await stack.enter_async_context(client.Worker()) if worker is None else worker
+        for row in sweep.rows:
+            if row.state == "waiting":
+                await _guarded(sweep, row, _measure(sweep, row, servers, asker, rest))
+                save_csv(sweep)
     if sweep.plan.loops:
         for row in sweep.rows:
             if row.result is not None and _wants_companion(sweep, row):
@@ -238,7 +241,7 @@ def _prompts(sweep: Sweep, cell: Cell) -> Path | None:
     return path
 
 
-async def _measure(sweep: Sweep, row: Row, servers: Servers, rest: float) -> None:
+async def _measure(sweep: Sweep, row: Row, servers: Servers, worker: client.Worker, rest: float) -> None:
     cell = row.cell
     if why := refusal(cell.lane, cell.workload, cell.concurrency):
         sweep.tell(row, "refused", why)
@@ -257,8 +260,7 @@ async def _measure(sweep: Sweep, row: Row, servers: Servers, rest: float) -> Non
         words = client.arguments(cell, endpoint, tokenizer=tokenizer, result=file, prompts=_prompts(sweep, cell), template=template)
         words += ["--metadata", f"eagle3_lab_key={row.key}", f"eagle3_lab_provenance={json.dumps(sweep.origin)}"]
         began = time.time()
-        argv = [*client.program(), *words]
-        await client.run(argv, client.environment(endpoint, tokenizer), file.with_suffix(".log"))
+        await worker.run(words, client.environment(endpoint, tokenizer), file.with_suffix(".log"))
         after, _ = await _look(endpoint)
     bench = msgspec.json.decode(file.read_bytes())
     facts = counted.facts(cell, bench, before, after)
@@ -299,8 +301,7 @@ async def _companion(sweep: Sweep, row: Row, servers: Servers) -> None:
             file = sweep.folder / f"asked_{row.stem}.jsonl"
             words = [*row.result["eagle3_lab_client_argv"]]
             environ = client.environment(endpoint, tokenizer)
-            module = [sys.executable, *client.MODULE, "prompts", str(file), *words]
-            asked = await loops.prompts(module, environ, file)
+            asked = await loops.prompts([*client.program(), "prompts", str(file), *words], environ, file)
             group = await loops.measure(endpoint, asked, cell.concurrency, ignore_eos=cell.workload.ignore_eos)
         found: dict[str, Any] = {"measured": "the same prompts on a traced lane", "lane": lane.key, **counted.shares(group)}
     except asyncio.CancelledError:

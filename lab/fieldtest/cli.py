@@ -53,6 +53,7 @@ def fieldtest(
     prompts_per: Annotated[
         int, typer.Option("--prompts-per", min=0, help="Requests for each one in flight.", show_default=f"{GPU[2]}; {CPU[2]} on a CPU")
     ] = 0,
+    least: Annotated[int, typer.Option("--least", min=1, help="Requests of a cell at least.")] = 1,
     warm_ups: Annotated[
         int | None,
         typer.Option("--warm-ups-per", min=0, help="Warm-ups for each one in flight.", show_default=f"{GPU[3]}; {CPU[3]} on a CPU"),
@@ -86,6 +87,7 @@ def fieldtest(
         tp=tp,
         seeds=tuple(numbers(seeds, "seeds", least=0, most=1 << 31)),
         prompts_per=prompts_per or each,
+        least=least,
         warm_ups_per=usual_warm_ups if warm_ups is None else warm_ups,
         max_tokens=tokens,
         verify_at=(1, 2) if quick else (1, 4),
@@ -200,6 +202,7 @@ def _run(
                     test, work, _say, budget=60 * budget if budget else None, warm=work.warm, after=lambda _stage: work.keep_logs()
                 )
             finally:
+                await work.close()
                 await servers.close()
 
         try:

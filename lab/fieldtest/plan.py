@@ -47,6 +47,8 @@ class Settings:
     tp: int = 0
     seeds: tuple[int, ...] = (0,)
     prompts_per: int = sweep.PROMPTS
+    #: Requests of a cell at least, where `prompts_per` for each one in flight are fewer.
+    least: int = 1
     warm_ups_per: int = sweep.WARM_UPS
     verify_at: tuple[int, ...] = (1, 4)
     max_tokens: int = 128
@@ -89,7 +91,7 @@ class Settings:
         """Everything that defines the results, as plain data."""
         return {
             "recipe": origin.plain(self.recipe), "tp": self.tp, "workload": self.workload.definition(), "seeds": list(self.seeds),
-            "prompts_per_concurrency": self.prompts_per, "warmups_per_concurrency": self.warm_ups_per,
+            "prompts_per_concurrency": self.prompts_per, "least_prompts": self.least, "warmups_per_concurrency": self.warm_ups_per,
             "texts": [one.definition() for one in self.texts],
             "prompts": [prompt.id for prompt in self.prompts], "verify_at": list(self.verify_at), "max_tokens": self.max_tokens,
         }  # fmt: skip
@@ -142,8 +144,9 @@ def _asked(settings: Settings, table: Published | None, draft: DraftChoice, at: 
 
 def _sweep(settings: Settings, drafts: Sequence[DraftChoice], workload: Workload, concurrency: int, table: Published | None) -> Stage:
     lanes = tuple(settings.lane(draft) for draft in drafts)
-    tokens = workload.osl * concurrency * (settings.prompts_per + settings.warm_ups_per) * len(settings.seeds)
-    seconds = sum(tokens / rate(settings, draft, concurrency, table) + 20 * len(settings.seeds) for draft in drafts)
+    asked = sweep.requests(concurrency, settings.prompts_per, settings.least) + settings.warm_ups_per * concurrency
+    tokens = workload.osl * asked * len(settings.seeds)
+    seconds = sum(tokens / rate(settings, draft, concurrency, table) + 3 * len(settings.seeds) for draft in drafts)
     whose = "all lanes in turns" if len(drafts) > 1 else lanes[0].label
     which = "" if workload == settings.workload else f"{workload.name}-"
     name = f"sweep-{'all' if len(drafts) > 1 else drafts[0]}-{which}conc{concurrency}"

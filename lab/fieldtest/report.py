@@ -112,10 +112,11 @@ def _head(test: Test) -> str:
     facts += [("versions", ", ".join(f"{name} {value}" for name, value in versions.items()))]
     facts += [("the lab's revision", made.get("revision", "")), ("began", (test.runs or [{}])[0].get("began", ""))]
     facts += [("ended", f"{(test.runs or [{}])[-1].get('ended') or 'not ended'} ({(test.runs or [{}])[-1].get('how', '')})")]
-    facts += [
-        ("load", f"random prompts, ISL/OSL {one.workload.name}, {one.prompts_per} requests and {one.warm_ups_per} warm-ups for each one in "
-         f"flight, seeds {', '.join(map(str, one.seeds))}"),
-    ]  # fmt: skip
+    most = f" (at least {one.least} in all)" if one.least > 1 else ""
+    load = (
+        f"{one.prompts_per} requests{most} and {one.warm_ups_per} warm-ups for each one in flight, seeds {', '.join(map(str, one.seeds))}"
+    )
+    facts += [("load", f"random prompts, ISL/OSL {one.workload.name}, {load}")]
     listed = _table(("", ""), [(html.escape(str(name)), said(str(value))) for name, value in facts])
     done = sum(test.is_done(stage) for stage in test.stages)
     rest = len(test.stages) - done

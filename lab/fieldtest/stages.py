@@ -20,7 +20,7 @@ from typing import Any, cast
 import msgspec
 
 from lab import checkpoints, provenance
-from lab.bench import certificate, grid, lossless, origin, record, result, sweep, sweep_run
+from lab.bench import certificate, client, grid, lossless, origin, record, result, sweep, sweep_run
 from lab.bench.scoring import Asker, Completion, in_flight
 from lab.doctor import gather, report
 from lab.doctor.server import ask
@@ -62,6 +62,7 @@ class Stages:
         self.settings, self.folder, self.lanes, self.say = settings, folder, lanes, say
         self._base: lossless.Baseline | None = None
         self._last: dict[str, str] = {}
+        self._client = client.Worker()
 
     async def __call__(self, stage: Stage) -> str:
         """Do the stage; a sentence on what came of it. Raises `LabError`."""
@@ -70,6 +71,10 @@ class Stages:
             "traces": self._traces,
         }  # fmt: skip
         return await does[stage.kind](stage)
+
+    async def close(self) -> None:
+        """End the benchmark's client; the servers are the caller's."""
+        await self._client.close()
 
     def warm(self) -> list[str]:
         """Keys of the lanes that run now."""
@@ -167,14 +172,15 @@ class Stages:
     async def _sweep(self, stage: Stage) -> str:
         one = self.settings
         plan = sweep.Plan(
-            stage.lanes, (stage.workload or one.workload,), (stage.concurrency,), one.seeds, one.prompts_per, one.warm_ups_per, loops=False
+            stage.lanes, (stage.workload or one.workload,), (stage.concurrency,), one.seeds, one.prompts_per, one.warm_ups_per, loops=False,
+            least=one.least,
         )  # fmt: skip
         if not one.together:
             await self._room(stage.lanes[0])
         made = await asyncio.to_thread(
             sweep_run.prepare, plan, self.folder / "sweep", results=self.folder, together=one.together, hw=one.hw
         )
-        await sweep_run.run(made, self.lanes)
+        await sweep_run.run(made, self.lanes, worker=self._client)
         refused = {row.reason for row in made if row.state == "refused"}
         if failed := [row for row in made if row.state == "failed"]:
             raise LabError(f"{len(failed)} of {len(made.rows)} cells failed.", why=failed[0].reason)

@@ -295,6 +295,25 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, fake_vllm: Any) -> None:
     assert prepared(tmp_path, plan(prompts_per=3)).count("earlier") == 0
 
 
+def test_one_client_measures_all_cells_and_a_killed_one_is_replaced(tmp_path: Path, fake_vllm: Any) -> None:
+    run(prepared(tmp_path / "whole"), fake_vllm)
+    assert len(fake_vllm.loads) == 4
+    assert len({load["pid"] for load in fake_vllm.loads}) == 1
+    fake_vllm.loads.clear()
+    fake_vllm.fail = {1: "killed"}
+    sweep = prepared(tmp_path / "killed", plan(concurrencies=(1, 2)))
+    run(sweep, fake_vllm)
+    assert {(row.cell.concurrency, row.state) for row in sweep} == {(1, "failed"), (2, "done")}
+    assert all("exit code 7" in row.reason for row in sweep if row.state == "failed")
+    assert len({load["pid"] for load in fake_vllm.loads}) == 3, "each that died, and one for the rest"
+
+
+def test_a_cell_has_at_least_so_many_requests() -> None:
+    cells = plan(concurrencies=(1, 2, 8), prompts_per=2, least=6).cells()
+    assert {(cell.concurrency, cell.prompts) for cell in cells} == {(1, 6), (2, 6), (8, 16)}
+    assert plan(concurrencies=(1,), least=6).tokens > plan(concurrencies=(1,)).tokens
+
+
 def test_failures_are_written_down_and_do_not_end_it(tmp_path: Path, fake_vllm: Any) -> None:
     fake_vllm.lost = {1: 1}
     fake_vllm.no_start = {"bf16"}
