@@ -157,13 +157,19 @@ class Model:
         """Seconds of the target's pass that grow with the context."""
         return self.coefficients.get("t_context", 0.0) * features(k, requests, context, self.bend)["t_context"]
 
-    def break_even(self, k: int, requests: float, context: float) -> float:
-        """The mean acceptance length (bonus included) at which a step with a draft is as fast, a token, as a baseline step."""
-        return self.step(k, requests, context) / self.step(0, requests, context)
+    def break_even(self, k: int, requests: float, context: float) -> float | None:
+        """The mean acceptance length (bonus included) at which a step with a draft is as fast, a token, as a baseline step. None where too
+        few baselines were measured to tell: the fit then may leave a baseline step of another batch without any cost."""
+        base = self.step(0, requests, context)
+        return self.step(k, requests, context) / base if base > 0 else None
 
-    def speedup(self, k: int, requests: float, context: float, tau: float) -> float:
-        """Speed with `k` draft tokens over the baseline's, decode only, at `tau` tokens a step and request; never above `tau`."""
-        return tau / max(self.break_even(k, requests, context), 1.0) if k else 1.0
+    def speedup(self, k: int, requests: float, context: float, tau: float) -> float | None:
+        """Speed with `k` draft tokens over the baseline's, decode only, at `tau` tokens a step and request; never above `tau`. None where
+        the break-even is unknown."""
+        if not k:
+            return 1.0
+        even = self.break_even(k, requests, context)
+        return None if even is None else tau / max(even, 1.0)
 
 
 def fit(points: Sequence[Point]) -> Model:
@@ -227,19 +233,23 @@ class Choice:
 
 
 def choose(model: Model, tau: Mapping[int, float], batches: Sequence[int], context: float, *, least: int = 1) -> list[Choice]:
-    """The best K of at least `least` for each batch size; `tau[k]` is the tokens a step with k draft tokens.
+    """The best K of at least `least` for each batch size; `tau[k]` is the tokens a step with k draft tokens. A batch size whose baseline
+    the model does not know is left out.
 
     With `least` 0 a batch may also go without a draft. That is no baseline step: vLLM then still runs one draft pass a step, which keeps
     the draft's KV cache in step with the target's.
     """
+    offered = {k: value for k, value in sorted(tau.items()) if k >= max(least, 1)}
+    if not offered and least:
+        raise ValueError("no K to choose from")
     found = []
     for requests in batches:
-        by_k = {k: model.speedup(k, requests, context, value) for k, value in sorted(tau.items()) if k >= max(least, 1)}
+        base = model.step(0, requests, context)
+        if base <= 0:
+            continue
+        by_k = {k: speedup for k, value in offered.items() if (speedup := model.speedup(k, requests, context, value)) is not None}
         if least == 0:
-            base, one = model.step(0, requests, context), model.parts(1, requests, context)["draft"]
-            by_k = {0: base / (base + one), **by_k}
-        if not by_k:
-            raise ValueError("no K to choose from")
+            by_k = {0: base / (base + model.parts(1, requests, context)["draft"]), **by_k}
         k = max(by_k, key=lambda one: by_k[one])
         found.append(Choice(requests, k, by_k[k], by_k))
     return found

@@ -93,7 +93,7 @@ def _cell(measured: Measured, cell: Cell, point: cost.Point, model: cost.Model, 
         expected = tau.get(cell.k)
         found |= {
             "break_even": even,
-            "break_even_acceptance": cost.acceptance_for(even, cell.k),
+            "break_even_acceptance": None if even is None else cost.acceptance_for(even, cell.k),
             "measured_speedup": _measured_speedup(measured, cell),
             "predicted_speedup": model.speedup(cell.k, cell.requests, point.context, expected) if expected and not found["long"] else None,
             "bound": found["tokens_per_step"],
@@ -200,8 +200,8 @@ def render(summary: dict[str, Any]) -> str:
                 _times(None) if not measured else _times(measured["value"]) + _interval(measured, summary["rounds"]),
                 _times(one["predicted_speedup"]),
                 f"{one['bound']:.2f}x",
-                f"{one['break_even']:.2f}",
-                f"{rate:.0%}" if rate is not None else "none",
+                "-" if one["break_even"] is None else f"{one['break_even']:.2f}",
+                "-" if one["break_even"] is None else "none" if rate is None else f"{rate:.0%}",
             ]
         )
     header = ["draft lane over baseline", "measured speed-up", "predicted", "bound", "break-even length", "break-even acceptance"]

@@ -134,7 +134,7 @@ def _cells(summary: Mapping[str, Any]) -> dict[str, Any]:
                 f"{measured['value']:.2f}× [{measured['low']:.2f}, {measured['high']:.2f}]" if measured else "–",
                 f"{cell['predicted_speedup']:.2f}×" if cell["predicted_speedup"] else "–",
                 f"{cell['bound']:.2f}×",
-                f"{cell['break_even']:.2f}" + (f" ({rate:.0%})" if rate is not None else " (never)"),
+                "–" if cell["break_even"] is None else f"{cell['break_even']:.2f}" + (f" ({rate:.0%})" if rate is not None else " (never)"),
             ]
         )
     header = ["requests × context", "measured [95%]", "predicted", "bound", "break-even"]
@@ -158,7 +158,7 @@ def explain(summary: Mapping[str, Any] | None, where: str) -> str:
     if summary is None:
         words = "Choose a result, measure one here, or ask for every K of your latest run."
         return dump({"sentence": words, "tables": [], "notes": [], "code": ""})
-    drafted = [cell for cell in summary["cells"] if cell["k"]]
+    drafted = [cell for cell in summary["cells"] if cell["k"] and cell["break_even"] is not None]
     first = next((cell for cell in drafted if cell["concurrency"] == 1 and cell["k"] == 3), drafted[0] if drafted else None)
     sentence = ""
     if first is not None:

@@ -116,6 +116,17 @@ def test_break_even_is_where_the_speed_up_is_one() -> None:
     assert cost.expected_tokens(alpha, 3) == pytest.approx(even)
 
 
+def test_what_a_fit_cannot_know_of_the_baseline_is_unknown() -> None:
+    """A baseline measured in one large batch alone: its cost is explained by the bend, and nothing is left for a smaller batch."""
+    model = cost.fit([cost.Point(0, 64, 100.0, 1.0), cost.Point(1, 1, 100.0, 1e-3), cost.Point(3, 1, 100.0, 3e-3)])
+    assert model.step(0, 1, 100.0) == 0
+    assert model.break_even(3, 1, 100.0) is None
+    assert model.speedup(3, 1, 100.0, 2.0) is None
+    assert model.break_even(3, 64, 100.0) is not None
+    assert [one.requests for one in cost.choose(model, {1: 1.7, 3: 2.4}, [1, 64], 100.0)] == [64]
+    assert cost.choose(model, {}, [1], 100.0, least=0) == []
+
+
 def test_expected_tokens_is_the_sum_of_the_chances() -> None:
     for alpha, k in itertools.product((0.0, 0.3, 0.9, 1.0), (1, 3, 6)):
         assert cost.expected_tokens(alpha, k) == pytest.approx(sum(alpha**n for n in range(k + 1)))

@@ -109,3 +109,13 @@ def test_results_without_timed_parts_or_speed_ups_are_drawn() -> None:
     assert len(steps["data"]) == 3
     assert speeds["data"] == []
     assert json.loads(why.explain(summary, "x"))["tables"][0]["rows"][0][1] == "–"
+
+
+def test_an_unknown_break_even_is_shown_as_unknown() -> None:
+    summary = planted()
+    for cell in summary["cells"]:
+        cell |= {"break_even": None, "break_even_acceptance": None, "predicted_speedup": None} if cell["k"] else {}
+    shown = json.loads(why.explain(summary, "x"))
+    assert shown["sentence"] == ""
+    assert {row[4] for row in shown["tables"][0]["rows"]} == {"–"}
+    assert "break-even length" in cost_report.render(summary)
