@@ -1,4 +1,4 @@
-"""The one exception that people are meant to read, and the one way to report a missing package.
+"""The one exception that people are meant to read, and the one way to report a missing package, and a disk that takes nothing.
 
 The pure core raises `LabError`; the boundary (page, command line, notebook) renders it. A caller's programming mistake stays a
 `ValueError`; a broken invariant stays an `assert`.
@@ -6,7 +6,9 @@ The pure core raises `LabError`; the boundary (page, command line, notebook) ren
 
 from __future__ import annotations
 
+import errno
 import importlib
+from pathlib import Path
 from types import ModuleType
 
 
@@ -24,6 +26,24 @@ class LabError(Exception):
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.what, self.why, self.todo) if part)
+
+
+#: What a person can do where the lab's own cache is in the way.
+CACHE = "point EAGLE3_LAB_CACHE at a folder on another disk that you may write to"
+
+
+def disk_error(error: OSError, path: Path, *, instead: str = CACHE) -> LabError:
+    """The sentence for an `OSError` met while writing `path` or below it; `instead` is what a person can do beside freeing space."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return disk_full(path, instead=instead)
+    return LabError(f"{path} cannot be written.", why=f"{error.strerror or error}.", todo=f"{instead[0].upper()}{instead[1:]}.")
+
+
+def disk_full(path: Path, need: int | None = None, free: int | None = None, *, instead: str = CACHE) -> LabError:
+    """The sentence for a full disk; `need` and `free` in bytes, where known."""
+    why = "" if need is None or free is None else f"It needs about {need / 1e6:.0f} MB and {free / 1e6:.0f} MB are free."
+    todo = f"Free some space, or {instead}. Nothing half-made was left behind."
+    return LabError(f"There is no space left on the disk for {path}.", why=why, todo=todo)
 
 
 #: Which extra of this distribution brings a package that the light install leaves out.

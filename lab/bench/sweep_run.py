@@ -24,7 +24,7 @@ from lab import checkpoints, provenance
 from lab.bench import agg, client, counted, loops, origin, sweep_table
 from lab.bench.sweep import Cell, Plan, folder_name
 from lab.bench.workload import refusal
-from lab.errors import LabError
+from lab.errors import LabError, disk_error
 from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint, Progress
 from lab.serving.memory import on_gpu
@@ -324,7 +324,7 @@ def save_csv(sweep: Sweep) -> Path:
     try:
         provenance.write_text(path, agg.to_csv(sweep.results))
     except OSError as error:
-        raise LabError(f"The sweep's files cannot be written to {sweep.folder}.", why=f"{error.strerror or error}.") from error
+        raise disk_error(error, path, instead="choose another folder with --output or EAGLE3_LAB_CACHE") from error
     return path
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from lab.checkpoints.cut import cut
-from lab.checkpoints.store import Cancelled, Say, build, check_cancelled, disk_full
+from lab.checkpoints.store import Cancelled, Say, build, check_cancelled
 from lab.env import assets, cache_dir
-from lab.errors import LabError, missing_dependency, require
+from lab.errors import LabError, disk_full, missing_dependency, require
 from lab.recipes.model import Asset, Checkpoint, Cut, Gguf, Hub, Mla, QuarkFp8
 
 __all__ = ["Cancelled", "ensure", "location", "provenance"]

@@ -7,7 +7,6 @@ same folder at once; the second one waits and then finds it finished.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lab.errors import LabError
+from lab.errors import disk_error, disk_full
 from lab.provenance import collect
 
 MARKER = "eagle3-lab.json"
@@ -36,27 +35,6 @@ def check_cancelled(cancelled: Callable[[], bool] | None) -> None:
     """Raise `Cancelled` if it is."""
     if cancelled is not None and cancelled():
         raise Cancelled
-
-
-def disk_error(error: OSError, folder: Path) -> LabError:
-    """The sentence for an `OSError` met while writing below `folder`."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return disk_full(folder)
-    return LabError(
-        f"The cache folder {folder} cannot be written.",
-        why=error.strerror or str(error),
-        todo="Point EAGLE3_LAB_CACHE at a folder that you may write to.",
-    )
-
-
-def disk_full(folder: Path, need: int | None = None, free: int | None = None) -> LabError:
-    """The sentence for a full disk; `need` and `free` in bytes, where known."""
-    why = "" if need is None or free is None else f"It needs about {need / 1e6:.0f} MB and {free / 1e6:.0f} MB are free."
-    return LabError(
-        f"There is no space left on the disk for {folder}.",
-        why=why,
-        todo="Free some space, or point EAGLE3_LAB_CACHE at another disk. Nothing half-made was left behind.",
-    )
 
 
 def is_whole(folder: Path, source: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lab import provenance
-from lab.errors import LabError
+from lab.errors import disk_error
 from lab.quant.draft import read_json
 from lab.quant.kv import MI355X, kv_gain, this_machine
 from lab.quant.report import table
@@ -38,5 +38,5 @@ def quantize(
         try:
             provenance.write_text(report_file, report.json() + "\n")
         except OSError as error:
-            raise LabError(f"The report cannot be written to {report_file}.", why=f"{error.strerror or error}.") from error
+            raise disk_error(error, report_file, instead="choose another file with --json") from error
     typer.echo(f"Written to {output}.")

@@ -22,9 +22,8 @@ import gradio as gr
 
 from lab import checkpoints
 from lab.checkpoints import Cancelled
-from lab.checkpoints.store import disk_error
 from lab.env import cache_dir
-from lab.errors import LabError
+from lab.errors import LabError, disk_error
 from lab.plots import tensor_errors, tensor_sizes
 from lab.recipes.model import Hub, QuarkFp8, Recipe
 from lab.ui.app import Frame, Lab, failed, say, working

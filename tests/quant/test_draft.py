@@ -92,6 +92,7 @@ def test_a_report_that_cannot_be_written_is_said(draft, tmp_path, monkeypatch):
     ran = CliRunner().invoke(cli.app, [str(draft), "--output", str(tmp_path / "fp8"), "--json", str(tmp_path / "file" / "report.json")])
     assert isinstance(ran.exception, LabError)
     assert "cannot be written" in str(ran.exception)
+    assert "--json" in ran.exception.todo
 
 
 def nothing_left(folder):

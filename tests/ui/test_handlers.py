@@ -472,7 +472,7 @@ def test_a_sweep_that_cannot_write_ends_in_a_sentence_and_can_be_cleared(tmp_pat
     monkeypatch.setattr(sweep.sweep_run, "run", run)
     page, state = Handlers(Engine(RECIPE), tmp_path), SweepState()
     last = page.all("sweep.run", state, [], *SWEEP)[-1]
-    assert said(last).startswith("The sweep's files cannot be written to")
+    assert said(last).startswith(f"There is no space left on the disk for {tmp_path / 'sweep.csv'}")
     page["sweep.cleared"](state, [])
     assert state.sweep is None
 
