@@ -99,13 +99,28 @@ def trace_socket(port: int) -> str:
     return f"ipc://{folder}/eagle3-lab-{os.getuid()}-{port}.sock"
 
 
+def _in_use(path: Path) -> bool:
+    """Whether a server still writes this log: the lock that `Server.start` takes belongs to every process that inherited the open file."""
+    import fcntl  # not on Windows, where nothing is started, but this module is imported
+
+    try:
+        with path.open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # gone meanwhile, or a file system without locks
+        return False
+    return False
+
+
 def _log_file(name: str) -> Path:
     folder = cache_dir() / "logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
         for old in logs[: max(0, len(logs) - KEEP_LOGS + 1)]:
-            old.unlink(missing_ok=True)
+            if not _in_use(old):
+                old.unlink(missing_ok=True)
         path = (
             folder
             / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{random.randrange(1000):03}.log"
@@ -139,6 +154,8 @@ class Server:
 
     def start(self) -> None:
         """Start the process; returns at once."""
+        import fcntl
+
         assert self._guard is None, "a Server starts once"
         self.log = _log_file(self.name)
         address = self.command.environment.get("EAGLE3_LAB_TRACE_SOCKET", "-").removeprefix("ipc://")
@@ -146,6 +163,8 @@ class Server:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self.command.environment}
         try:
             with self.log.open("ab") as output:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(output, fcntl.LOCK_SH)
                 output.write(f"{self.command.shell()}\n".encode())
                 output.flush()
                 self._guard = subprocess.Popen(

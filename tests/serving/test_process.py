@@ -230,6 +230,20 @@ def test_old_logs_are_thrown_away(local_recipe: Make, cache: Path, monkeypatch: 
         assert (cache / "logs" / "4.log").exists()
 
 
+@pytest.mark.usefixtures("cache")
+def test_the_log_of_a_server_that_lives_is_kept(local_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "KEEP_LOGS", 1)
+    with start(local_recipe()) as server:
+        assert server.log is not None
+        os.utime(server.log, (0, 0))  # it had nothing to say for long
+        newer = process._log_file("newer")
+        assert server.log.exists()
+        assert newer.exists()
+    process._log_file("newest")
+    assert not server.log.exists()
+    assert not newer.exists()
+
+
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "vllm", None)
