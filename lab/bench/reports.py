@@ -1,6 +1,6 @@
-"""Duels that were measured before: reading a report's file, and the ones that the lab ships in `assets/measured`.
+"""What was measured before: reading a duel's file, and the duels and sweeps that the lab ships in `assets/measured`.
 
-A shipped report is shown with its name and provenance, never as if it had been measured here.
+A shipped result is shown with its name and provenance, never as if it had been measured here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from lab.bench import agg, overlay
 from lab.bench.duel import REPORT
 from lab.bench.result import VERSION
 from lab.env import assets
@@ -48,6 +49,16 @@ def shipped() -> dict[str, Traversable]:
         (path for path in folder.iterdir() if path.name.startswith("duel-") and path.name.endswith(".json")), key=lambda path: path.name
     )
     return {f"Measured: {path.name.removeprefix('duel-').removesuffix('.json').replace('-', ' ')}": path for path in files}
+
+
+def sweeps() -> dict[str, list[dict[str, Any]]]:
+    """Rows of the sweeps that the lab ships, by model, machine and workload: "smollm2-135m-instruct on NVIDIA H200, 1024/1024"."""
+    folder, found = assets() / "measured", dict[str, list[dict[str, Any]]]()
+    files = [path for path in folder.iterdir() if path.name.endswith("-sweep.json")] if folder.is_dir() else []
+    for path in sorted(files, key=lambda path: path.name):
+        for row in agg.loads(path.read_bytes(), path.name):
+            found.setdefault(f"{row['model']} on {row['hw']}, {overlay.workload(row)}", []).append(row)
+    return found
 
 
 def control() -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import gradio as gr
 
 from lab import env, provenance
-from lab.bench import agg, charts, published, sweep_run
+from lab.bench import agg, charts, published, reports, sweep_run
 from lab.errors import LabError
 from lab.ui.app import CONCURRENCY, Frame, Lab, ending, failed, say, stopped, working
 from lab.ui.bar import DRAFT_NAMES
@@ -47,7 +47,7 @@ class SweepTab:
 
 def sweep(lab: Lab, frame: Frame) -> SweepTab:
     """Draw the tab and wire its handlers."""
-    recipe, tables = lab.recipe, published.tables()
+    recipe, tables, earlier = lab.recipe, published.tables(), reports.sweeps()
     with gr.Tab("Sweep", id="sweep", elem_id="e3-tab-sweep"):
         state = gr.State(SweepState())  # inside: gradio counts what is between tabs as a tab, and the ones behind it would change places
         with gr.Row(elem_classes=["e3-stage"]):
@@ -72,8 +72,11 @@ def sweep(lab: Lab, frame: Frame) -> SweepTab:
                 )
                 loops = gr.Checkbox(True, label="Acceptance without loops too", elem_id="e3-sweep-loops", elem_classes=["e3-check"])
                 overlay = gr.CheckboxGroup(
-                    [(f"{one.title.split(' ')[0]}", name) for name, one in tables.items()],
-                    label="Beside it: published by AMD, MI355X",
+                    [
+                        *((f"{one.title.split(' ')[0]}: {one.label}", name) for name, one in tables.items()),
+                        *((f"measured by us: {name}", name) for name in earlier),
+                    ],
+                    label="Beside it, of another day",
                     elem_id="e3-sweep-published",
                 )
                 with gr.Row():
@@ -96,8 +99,9 @@ def sweep(lab: Lab, frame: Frame) -> SweepTab:
         return [tables[name] for name in names if name in tables]
 
     def shown(now: SweepState, beside: Sequence[str]) -> tuple[str, str]:
-        found = chosen(beside)
-        return value_of(charts.panels(now.rows, found, theme="page", legend=False)), dump(table_value(now, found))
+        found, older = chosen(beside), [row for name in beside for row in earlier.get(name, ())]
+        drawn = charts.panels([*now.rows, *older], found, theme="page", legend=False)
+        return value_of(drawn), dump(table_value(now, found, older))
 
     def files(now: SweepState) -> tuple[Any, Any]:
         """The two downloads; not offered where there is nothing to write, or no room."""

@@ -96,9 +96,12 @@ def progress(sweep: Sweep) -> tuple[int, int]:
     return sweep.count("done", "earlier", "failed", "refused"), len(sweep.rows)
 
 
-def table_value(state: SweepState, published: Sequence[Published]) -> dict[str, Any]:
-    """What `assets/ui/sweep.js` draws: warnings, the table of results, and every cell of the sweep with what became of it. Text only."""
-    rows = state.rows
+def table_value(state: SweepState, published: Sequence[Published], older: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """What `assets/ui/sweep.js` draws: warnings, the table of results, and every cell of the sweep with what became of it. Text only.
+
+    `older`: rows of shipped sweeps beside it.
+    """
+    rows = [*state.rows, *older]
     cells = []
     for row in state.sweep.rows if state.sweep else ():
         found = row.result or {}
