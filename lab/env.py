@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -28,6 +33,32 @@ def cache_dir() -> Path:
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "eagle3-lab"
+
+
+@contextlib.contextmanager
+def scratch(kind: str = "") -> Iterator[Path]:
+    """A temporary folder, gone with the block. Those that killed processes left behind go first: whoever lives holds its own one's lock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: nothing is locked there, so nothing of others is removed
+        fcntl = None  # type: ignore[assignment]
+    for old in Path(tempfile.gettempdir()).glob("eagle3-lab-*") if fcntl else ():
+        with contextlib.suppress(OSError), (old / "lock").open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"eagle3-lab-{kind}", ignore_cleanup_errors=True) as name, Path(name, "new").open("wb") as lock:
+        if fcntl:
+            with contextlib.suppress(OSError):  # a file system without locks: then nobody can take it for left behind, either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                Path(name, "new").rename(Path(name, "lock"))  # it has this name only once it is locked
+        yield Path(name)
+
+
+def scratch_until_exit() -> Path:
+    """A temporary folder that is gone when this process ends."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(scratch())
 
 
 def trace_socket() -> str | None:

@@ -19,7 +19,6 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -27,6 +26,7 @@ from urllib.parse import urlsplit
 
 from lab.bench.sweep import Cell
 from lab.bench.workload import client_lengths
+from lab.env import scratch
 from lab.errors import LabError
 from lab.serving import guard, log
 from lab.serving.endpoint import Endpoint
@@ -159,7 +159,7 @@ class Worker:
 
     async def _start(self, environ: Mapping[str, str], output: Path) -> None:
         await self.close()
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="eagle3-lab-client-"))  # short: a socket's path is limited
+        folder = self._stack.enter_context(scratch("client-"))  # short: a socket's path is limited
         came: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.get_running_loop().create_future()
 
         def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import gradio as gr
 from gradio.themes.utils.fonts import LocalFont
 
-from lab.env import assets
+from lab.env import assets, scratch_until_exit
 from lab.errors import LabError
 from lab.recipes.model import Recipe
 from lab.serving.attach import Address
@@ -79,7 +78,7 @@ def page(
 ) -> gr.Blocks:
     """The page of one recipe over one engine. `folder`: where traces to download are written; `warm`: start the first lane at once;
     `more` draws further tabs; `missing` says why no engine can be started here, and then nothing is offered that needs one."""
-    lab = Lab(recipe, engine, Runs(), folder or Path(tempfile.mkdtemp(prefix="eagle3-lab-")))
+    lab = Lab(recipe, engine, Runs(), folder or scratch_until_exit())
     with gr.Blocks(title="Eagle3 Lab", analytics_enabled=False, fill_width=True) as demo:
         session = gr.State(Session())
         remembered = gr.BrowserState(None, storage_key="eagle3-lab-run")
