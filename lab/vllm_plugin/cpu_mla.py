@@ -88,6 +88,11 @@ def free_block_size(platform: Any) -> None:
                 raise ValueError(f"--block-size {asked} is no multiple of {KERNEL_BLOCK}, which the CPU's MLA kernel reads.")
             cache.block_size = asked or USUAL_BLOCK
             vars(cache)["_eagle3_lab_mla"] = True
+        elif model is not None and getattr(getattr(model, "hf_config", None), "model_type", None) == "deepseek_v4":
+            logger.info(
+                "Eagle3 Lab's MLA backend stands down: vLLM gives DeepSeek-V4 backends of its own, for blocks of %s tokens.",
+                cache.block_size,
+            )
         elif model is not None and model.use_mla:
             logger.info(
                 "Eagle3 Lab's MLA backend stands down: on a CPU with AMX vLLM takes its own, whose blocks of %s tokens a draft can share."
