@@ -13,6 +13,7 @@ from lab.quant.draft import read_json
 from lab.quant.kv import MI355X, kv_gain, this_machine
 from lab.quant.report import table
 from lab.quant.run import SCHEME, quantize_draft
+from lab.recipes import cpu
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -31,8 +32,9 @@ def quantize(
     typer.echo(table(report))
     if config is not None:
         own = read_json(output / "config.json")
-        for machine in (this_machine(), MI355X):
-            gain = kv_gain(report.saved, config, machine, draft=own)
+        here = 4 if cpu.dtype() == "float32" else 2  # what the lab serves in; vLLM's own choice is 16 bits, for float32 weights, too
+        for machine, width in ((this_machine(), here), (MI355X, 2)):
+            gain = kv_gain(report.saved, config, machine, draft=own, bytes_per_value=width)
             typer.echo(f"KV cache on {machine.name}: {gain.tokens} tokens more, {gain.share:.4%} of its memory ({gain.formula}).")
     if report_file:
         try:

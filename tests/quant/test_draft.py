@@ -95,6 +95,17 @@ def test_a_report_that_cannot_be_written_is_said(draft, tmp_path, monkeypatch):
     assert "--json" in ran.exception.todo
 
 
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
+def test_the_kv_cache_is_counted_in_the_type_that_is_served(draft, monkeypatch, dtype, width):
+    made = QuantReport("ptpc_fp8", str(draft), (Tensor("fc.weight", (1, 1), "BF16", "BF16", 2, 2, kept="so"),), (), "not asked")
+    monkeypatch.setattr(cli, "quantize_draft", lambda *_args, **_more: made)
+    monkeypatch.setattr(cli.cpu, "dtype", lambda: dtype)
+    ran = CliRunner().invoke(cli.app, [str(draft), "--output", str(draft), "--target", str(draft)])
+    here, there = [line for line in ran.output.splitlines() if line.startswith("KV cache on")]
+    assert f" * {width} B" in here
+    assert " * 2 B" in there
+
+
 def nothing_left(folder):
     return sorted(path.name for path in folder.iterdir())
 
