@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from lab.recipes.model import Recipe
 from lab.serving.attach import Address
 from lab.serving.command import Lane
 from lab.serving.lanes import Lanes
-from lab.serving.process import launcher
+from lab.serving.process import launcher, port_is_free
 from lab.ui.app import CONCURRENCY, Frame, Lab, about, ending, failed, say, stopped
 from lab.ui.bar import memory_words, prompt_bar
 from lab.ui.barrier import barrier_tab
@@ -215,12 +214,7 @@ def engine_missing(recipe: Recipe) -> LabError | None:
 def free_port(first: int = PORT, *, tries: int = 100, host: str = HOST) -> int:
     """`first`, or the next port above it that nobody listens on; raises `LabError` where none is free."""
     for port in range(first, min(first + tries, 65536)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
+        if port_is_free(port, host):
             return port
     raise LabError(f"No free port from {first} to {first + tries - 1}.", todo="Choose another with --port.")
 
@@ -260,7 +254,7 @@ def launch(
     head = f'<script>{own}</script><script src="gradio_api/file={plotly_script()}"></script>'
     serve = functools.partial(
         demo.launch,
-        server_name=host,
+        server_name=f"[{host}]" if ":" in host else host,
         inbrowser=open_browser,
         inline=inline,
         prevent_thread_lock=True,
@@ -296,7 +290,7 @@ def launch(
     print(around.said.format(url=url), flush=True)
     if block:
         demo.block_thread()
-    return str(url)
+    return str(url).replace("//[::]:", "//[::1]:")  # every address is none to open
 
 
 def run(recipe: Recipe, *, port: int = PORT, open_browser: bool = False, addresses: Mapping[str, Address] | None = None) -> None:

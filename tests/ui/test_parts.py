@@ -353,6 +353,26 @@ def test_a_port_that_is_lost_at_the_last_moment_is_passed_by(monkeypatch: pytest
     assert port < int(url.rstrip("/").rpartition(":")[2]) <= port + 100
 
 
+@pytest.mark.parametrize("host", ["::", "::1"])
+def test_a_page_is_open_at_ipv6(host: str) -> None:
+    import gradio as gr
+    import httpx
+
+    from lab.serving.process import port_is_free
+    from lab.ui import build
+
+    if not port_is_free(0, host):
+        pytest.skip("this machine has no IPv6")
+    with gr.Blocks() as demo:
+        gr.Markdown("here")
+    try:
+        url = build.launch(demo, port=build.free_port(19_400, host=host), block=False, around=build.Around(host=host))
+        assert url.startswith("http://[::1]:")
+        assert httpx.get(url, trust_env=False).status_code == 200
+    finally:
+        demo.close()
+
+
 def test_a_run_in_float32_says_so() -> None:
     """Its label says BF16, which is how the draft is stored. What a server elsewhere computes in is not known."""
 

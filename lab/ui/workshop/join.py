@@ -11,15 +11,16 @@ import segno
 from lab.errors import LabError
 
 
-def lan_address() -> str | None:
+def lan_address(family: socket.AddressFamily = socket.AF_INET) -> str | None:
     """This machine's address on the network that leads outside, or None. Nothing is sent: a UDP socket is only pointed somewhere."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address kept for documentation (RFC 5737)
+    there = "2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1"  # addresses kept for documentation (RFC 3849 and 5737)
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((there, 9))
             found = str(probe.getsockname()[0])
-        except OSError:
-            return None
-    return None if found.startswith("0.") else found
+    except OSError:
+        return None
+    return None if found.startswith(("0.", "::")) else found
 
 
 def is_open(host: str) -> bool:
@@ -36,8 +37,12 @@ def is_open(host: str) -> bool:
 
 
 def join_url(host: str, port: int) -> str:
-    """What an attendee types for a server bound to `host`."""
-    name = (lan_address() or "127.0.0.1") if host in ("0.0.0.0", "::") else host
+    """What an attendee types for a server bound to `host`; one bound to `::` hears no IPv4."""
+    name = host
+    if host == "0.0.0.0":
+        name = lan_address() or "127.0.0.1"
+    elif host == "::":
+        name = lan_address(socket.AF_INET6) or "::1"
     return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
 
 
@@ -60,8 +65,9 @@ def exposes(host: str, port: int, password: bool) -> str:
     """What binding to `host` means, in a sentence for the terminal."""
     if not is_open(host):
         return "Only this machine can open it. Attendees join over the network with --host 0.0.0.0 (or one address of this machine)."
+    where = f"{f'[{host}]' if ':' in host else host}:{port}"
     who = "whoever knows the password" if password else "everybody on the networks of this machine"
     return (
-        f"Listening on {host}:{port}: {who} can open the attendee page, ask this engine and see what is pushed. Traffic is not encrypted."
+        f"Listening on {where}: {who} can open the attendee page, ask this engine and see what is pushed. Traffic is not encrypted."
         " Only the presenter's link opens the presenter's page."
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -247,12 +249,29 @@ def test_a_bucket_refills() -> None:
 def test_what_is_exposed_is_said() -> None:
     assert "Only this machine" in join.exposes("127.0.0.1", 1, False)
     assert "everybody on the networks" in join.exposes("0.0.0.0", 1, False)
+    assert "on [::]:1:" in join.exposes("::", 1, False)
     assert "whoever knows the password" in join.exposes("0.0.0.0", 1, True)
     with pytest.raises(LabError, match="not an address"):
         join.is_open("example.org; rm")
     assert join.join_url("127.0.0.1", 7860) == "http://127.0.0.1:7860/"
     assert join.join_url("::1", 7860) == "http://[::1]:7860/"
     assert "0.0.0.0" not in join.join_url("0.0.0.0", 7860)
+
+
+def test_a_room_on_every_ipv6_address_is_joined_at_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def found(family: socket.AddressFamily = socket.AF_INET) -> str | None:
+        asked.append(family)
+        return "fd00::2" if len(asked) == 1 else None
+
+    monkeypatch.setattr(join, "lan_address", found)
+    assert join.join_url("::", 7860) == "http://[fd00::2]:7860/"
+    assert join.join_url("::", 7860) == "http://[::1]:7860/"
+    assert asked == [socket.AF_INET6, socket.AF_INET6]
+    monkeypatch.undo()
+    name = join.lan_address(socket.AF_INET6)
+    assert name is None or not ipaddress.IPv6Address(name).is_unspecified
 
 
 def test_the_qr_code_is_its_modules() -> None:
