@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -121,22 +121,20 @@ def fold(run: Run, event: Event) -> None:
 async def answer(engine: Engine, endpoint: Endpoint, settings: Settings, run: Run, *, period: float = PERIOD) -> AsyncIterator[Status]:
     """Send the prompt and follow the answer; `run` grows with every status, which comes every `period` seconds."""
     began = time.monotonic()
-    ask = settings.alternatives
-    run.request.settings["alternatives"] = ALTERNATIVES if ask else 0
-    source = engine.generate(
-        endpoint,
-        settings.prompt,
-        temperature=settings.temperature,
-        max_tokens=settings.max_tokens,
-        alternatives=ALTERNATIVES if ask else 0,
-    )
-    meter = Meter(lambda: engine.scrape(endpoint))
+    asked = run.request.settings["alternatives"] = ALTERNATIVES if settings.alternatives else 0
     if endpoint.lane is not None and endpoint.lane.at is not None:
         run.provenance["server"] = {"address": endpoint.url, "model": endpoint.model, "root": endpoint.root, "vllm": endpoint.version}
     finished = False
     try:
         yield Status("busy", f"Answering on {run.label}", detail="sending the prompt", elapsed=0.0)
-        async with meter:
+        async with contextlib.AsyncExitStack() as stack:
+            if endpoint.lane is not None and endpoint.lane.at is None:  # it may have been started anew since, and be somewhere else now
+                held = await stack.enter_async_context(engine.use(endpoint.lane))
+                endpoint = replace(held, measured=endpoint.measured)
+            source = engine.generate(
+                endpoint, settings.prompt, temperature=settings.temperature, max_tokens=settings.max_tokens, alternatives=asked
+            )
+            meter = await stack.enter_async_context(Meter(lambda: engine.scrape(endpoint)))
             began = time.monotonic()
             batches = paced(source, period)
             try:

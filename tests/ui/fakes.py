@@ -10,6 +10,7 @@ import asyncio
 import codecs
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from lab.errors import LabError
@@ -164,6 +165,10 @@ class FakeEngine:
         await asyncio.sleep(self.stopping)
         self.stopped.append(lane.key)
         self.ready.discard(lane.key)
+
+    @asynccontextmanager
+    async def use(self, lane: Lane, *, on_progress: Callable[[Progress], None] | None = None) -> AsyncIterator[Endpoint]:
+        yield await self.endpoint(lane, on_progress=on_progress)
 
     async def generate(
         self, endpoint: Endpoint, prompt: str, *, temperature: float = 0.0, max_tokens: int = 128, alternatives: int = 0

@@ -22,12 +22,14 @@ from lab.errors import LabError
 from lab.serving import client
 from lab.serving.command import Lane
 from lab.serving.endpoint import Endpoint, LaneStatus, Progress
+from lab.serving.metrics import Snapshot
 from lab.trace.io import load
 from lab.trace.model import Request
 from lab.ui import app, build, quantise, race, sweep, verify, why
 from lab.ui.engine import Serving
 from lab.ui.microscope import recordings
-from lab.ui.state import Run, Runs, Session
+from lab.ui.runner import answer
+from lab.ui.state import Run, Runs, Session, Settings
 from lab.ui.sweep_state import SweepState
 
 from .fakes import ANSWER, FakeEngine, steps_of
@@ -57,10 +59,6 @@ class Engine(FakeEngine):
     async def restart(self, lane: Lane, **more: Any) -> Endpoint:
         self.restarted.append(lane.key)
         return await super().restart(lane, **more)
-
-    @asynccontextmanager
-    async def use(self, lane: Lane, **more: Any) -> Any:
-        yield await self.endpoint(lane, **more)
 
     def status(self) -> list[LaneStatus]:
         found = [replace(one, state=self.state, in_use=self.in_use) for one in super().status()]
@@ -338,6 +336,35 @@ def test_a_lane_that_was_stopped_in_between_is_asked_where_it_is_now(monkeypatch
 
     asyncio.run(work())
     assert [(one.url, one.measured) for one in asked] == [("http://127.0.0.1:2", True)]
+
+
+def test_the_meter_reads_the_server_that_answers() -> None:
+    """The lane was started anew, on another port, after its endpoint was handed out."""
+    lane = Lane(RECIPE, "bf16", 3)
+    read: set[str] = set()
+
+    @dataclass
+    class Moved(Engine):
+        @asynccontextmanager
+        async def use(self, lane: Lane, **_more: Any) -> Any:
+            yield Endpoint("http://127.0.0.1:2", "smollm2", lane)
+
+        async def scrape(self, endpoint: Endpoint) -> Snapshot:
+            read.add(endpoint.url)
+            return await super().scrape(endpoint)
+
+    async def work() -> Run:
+        settings = Settings("hello", "bf16", 3, 0.0, 40)
+        run = Run.of(lane, settings)
+        async for _ in answer(Moved(RECIPE), Endpoint("http://127.0.0.1:1", "smollm2", lane), settings, run):
+            pass
+        return run
+
+    run = asyncio.run(work())
+    assert run.state == "done"
+    assert read == {"http://127.0.0.1:2"}
+    assert run.speed
+    assert run.speed[-1][1] > 0
 
 
 # --- what a page shows is one run's

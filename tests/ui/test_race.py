@@ -7,8 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,10 +52,6 @@ class Servers(FakeEngine):
         if lane.key not in self.servers:
             raise LabError(f"The engine for {lane.label} did not start.", todo="Press Restart.")
         return Endpoint(self.servers[lane.key][1].url, "fake", lane)
-
-    @asynccontextmanager
-    async def use(self, lane: Lane, *, on_progress: Callable[[Progress], None] | None = None) -> AsyncIterator[Endpoint]:
-        yield await self.endpoint(lane, on_progress=on_progress)
 
     async def scrape(self, endpoint: Endpoint) -> Any:
         from lab.serving.metrics import scrape
