@@ -111,6 +111,14 @@ def earlier(origin: dict[str, Any]) -> str:
     return f"It went on from an earlier draft (SHA-256 {origin['start']['sha256'][:16]}…{seen}).\n"
 
 
+def converted(origin: dict[str, Any]) -> str:
+    """Which conversion to MLA the target went through, if it did."""
+    if "mla" not in origin:
+        return ""
+    made = origin["mla"]
+    return f",\nwhich is {origin['target']} converted to MLA by `{made['recipe']}` (SHA-256 {made['sha256'][:16]}…)"
+
+
 def write_card(folder: Path, title: str) -> Path:
     """Write `training.svg` and `README.md` into a draft's `folder` from the files there; returns the card's path."""
     origin = json.loads((folder / "provenance.json").read_text())
@@ -121,6 +129,7 @@ def write_card(folder: Path, title: str) -> Path:
     size = (folder / "model.safetensors").stat().st_size
     layers = config["eagle_aux_hidden_state_layer_ids"]
     seen, written = last["tokens"] / 1e6, origin["corpus_tokens"] / 1e6
+    writer = f"the target itself{converted(origin)}"
     parts = [
         f"# {title}",
         f"An Eagle3 draft of one Llama layer, {size / 1e6:.1f} MB in BF16, trained by this project with `eagle3-lab train`. Apache-2.0.",
@@ -132,7 +141,7 @@ def write_card(folder: Path, title: str) -> Path:
         "## Training",
         f"{last['step']:,} steps of {plan['tokens']:,} tokens: {seen:,.0f} million seen, of {written:,.0f} million in the corpus, in\n"
         f"{last['seconds'] / 60:.1f} minutes on {origin['device']}. Training-time test over {plan['unroll']} steps, seed {plan['seed']}.\n"
-        f"{earlier(origin)}The corpus was written by the target itself; no prompt of `assets/prompts` is in it.",
+        f"{earlier(origin)}The corpus was written by {writer}; no prompt of `assets/prompts` is in it.",
         "![Loss and acceptance over training](training.svg)",
     ]
     if (folder / "acceptance.json").exists():
@@ -153,6 +162,19 @@ def write_card(folder: Path, title: str) -> Path:
     return card
 
 
+def whole_healing(made: dict[str, Any]) -> str:
+    """What the card of a recipe says of healing the whole model."""
+    plan, (_, first), (_, last) = made["plan"], made["curve"][0], made["curve"][-1]
+    texts = " and ".join(f"{rows:,} rows of {length:,} tokens" for rows, length in made["rows"])
+    kept = " and ".join(f"{was:.4f} before and {now:.4f} after" for was, now in zip(first, last, strict=True))
+    return (
+        f"Then all corrections together, with {plan['rank']} components each, kept in 8 bits: {made['steps']:,} steps of\n"
+        f"{plan['tokens']:,} tokens in {made['seconds'] / 60:.1f} minutes on {made['device']}; loss: KL, softened, from the original\n"
+        f"at every token, on {texts} that the original wrote.\n"
+        f"On rows held out of each, in BF16: {kept} (KL, nats)."
+    )
+
+
 def write_mla_card(recipe: Path) -> Path:
     """Write `README.md` beside a conversion's recipe (a file of `eagle3-lab train mla`) from what the file says of itself."""
     from safetensors import safe_open
@@ -163,6 +185,9 @@ def write_mla_card(recipe: Path) -> Path:
         raise LabError(f"{recipe} does not say how it was measured.", todo="Make it with: eagle3-lab train mla")
     rows = [("converted, not healed", origin["conversion"], 512)] if "heal" in origin else []
     state = "converted and healed" if "heal" in origin else "converted, not healed"
+    if "whole" in origin:
+        rows.append(("converted, healed layer by layer", origin["whole"]["before"], 512))
+        state += " as a whole"
     rows += [(state, origin["mla-test"], 512), (state, origin["mla-long"], 2048)]
     names = ("model", "contexts to", "held-out tokens", "top-1 agreement", "KL, nats", "loss of the original", "its own loss")
     table = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
@@ -172,11 +197,12 @@ def write_mla_card(recipe: Path) -> Path:
         for name, found, length in rows
     ]
     size = recipe.stat().st_size / 1e6
+    healers = "`lab/train/heal.py` and `heal_whole.py`" if "whole" in origin else "`lab/train/heal.py`"
     parts = [
         f"# {origin['target']} in MLA form",
         f"The recipe (`{recipe.name}`, {size:.1f} MB) that turns {origin['target']} into a model of DeepSeek-V3's architecture\n"
         "with multi-head latent attention, which Kimi-K2.5 has, too. The lab merges it with the original's weights on first use.\n"
-        "`lab/train/mla.py` says how it converts, `lab/train/heal.py` how it heals. Apache-2.0, as the original.",
+        f"`lab/train/mla.py` says how it converts, {healers} how it heals. Apache-2.0, as the original.",
         "It is *a* small MLA model made from the original, not the original: greedy answers soon part from it.",
         "## Losses",
         "On text that the original wrote and this recipe never saw: agreement with the original's first choice, KL from its\n"
@@ -192,6 +218,8 @@ def write_mla_card(recipe: Path) -> Path:
             f"on {count:,} rows of {length:,} tokens that the original wrote, on {origin['device']}. Mean relative error of the residual\n"
             f"stream after a layer's attention, on held-out rows: {before:.2e} before the layer's correction, {after:.2e} with it.",
         ]
+    if "whole" in origin:
+        parts.append(whole_healing(origin["whole"]))
     shown = {key: value for key, value in origin.items() if key != "layer_errors"}
     parts += ["## Provenance", "```json\n" + json.dumps(shown, indent=1) + "\n```"]
     card = recipe.with_name("README.md")

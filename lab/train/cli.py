@@ -2,11 +2,12 @@
 
 `eagle3-lab train all` does it with the defaults below on one GPU; on a CPU the same command runs with `--tiny`, which proves the path and
 trains nothing worth using. The shipped draft is older than these corpora: its card says which plan made it. The target is the checkpoint
-that `make lab` prepared, or `--target`.
+that `make lab` prepared, or `--target`; with `--mla RECIPE` that target as the recipe converts it, in a working folder of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -36,6 +37,10 @@ Device = Annotated[str, typer.Option("--device", help="cuda (also ROCm) or cpu; 
 Tiny = Annotated[bool, typer.Option("--tiny", help="A few rows and steps: try the path on a CPU.")]
 Only = Annotated[list[str] | None, typer.Option("--only", help="Only this one of the corpora (repeatable).")]
 Budget = Annotated[float | None, typer.Option("--budget", help="Stop after so many seconds; run again to go on.", min=1)]
+Recipe = Annotated[
+    Path | None,
+    typer.Option("--mla", help="Recipe of a conversion to MLA: the converted target writes and teaches.", exists=True, dir_okay=False),
+]
 Levels = Annotated[
     list[str] | None,
     typer.Option("--level", help="What the draft sees: low, middle, high (or last, the same), or a layer's number (default: all three)."),
@@ -46,8 +51,11 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def corpus_plans(tiny: bool) -> tuple[CorpusPlan, ...]:
-    """The corpora, or tiny ones: short rows, mostly first turns, of chat and of maths and code; and long conversations."""
+def corpus_plans(tiny: bool, latent: bool = False) -> tuple[CorpusPlan, ...]:
+    """The corpora, or tiny ones: short rows, mostly first turns, of chat and of maths and code; and long conversations.
+
+    `latent`: for a converted target, whose cache takes half as much again for a token; as many rows, fewer at once.
+    """
     from lab.train.corpus import CorpusPlan
 
     chat, work = (0.9, 0.05, 0.05), (0.05, 0.45, 0.5)
@@ -60,7 +68,7 @@ def corpus_plans(tiny: bool) -> tuple[CorpusPlan, ...]:
     return (
         CorpusPlan("chat", 40, 4096, 512, seed=1, kinds=chat, longest_user=120),
         CorpusPlan("work", 24, 4096, 512, seed=2, kinds=work, longest_user=160),
-        CorpusPlan("long", 2, 2048, 2048, seed=3),
+        CorpusPlan("long", *((4, 1024) if latent else (2, 2048)), 2048, seed=3),
     )
 
 
@@ -100,8 +108,9 @@ def _device(name: str) -> str:
     return found
 
 
-def _target(folder: Path | None, device: str) -> tuple[Target, Path]:
+def _target(folder: Path | None, device: str, mla: Path | None = None) -> tuple[Target, Path]:
     require("torch", "Training")
+    from lab.train.converted import MlaTarget
     from lab.train.target import Target
 
     found = folder or env.cache_dir() / "checkpoints" / "smollm2-135m-instruct"
@@ -109,7 +118,7 @@ def _target(folder: Path | None, device: str) -> tuple[Target, Path]:
         raise LabError(
             f"There is no target checkpoint in {found}.", todo="Prepare it with: python -m lab.checkpoints (or name one with --target)"
         )
-    return Target.load(found, device), found
+    return (MlaTarget.read(found, mla, device) if mla else Target.load(found, device)), found
 
 
 def _chosen(only: list[str] | None, names: list[str]) -> set[str]:
@@ -119,8 +128,15 @@ def _chosen(only: list[str] | None, names: list[str]) -> set[str]:
     return set(only or names)
 
 
-def _work(work: Path | None) -> Path:
-    return work or env.cache_dir() / "train"
+def _work(work: Path | None, mla: Path | None = None) -> Path:
+    """The working folder; for a target converted by the recipe `mla`, one that no other target shares."""
+    found = work or env.cache_dir() / "train"
+    return found / f"mla-{sha256(mla)[:12]}" if mla else found
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @app.command()
@@ -131,20 +147,22 @@ def corpus(
     tiny: Tiny = False,
     budget: Budget = None,
     only: Only = None,
+    mla: Recipe = None,
 ) -> None:
     """Let the target write the corpora: requests and answers, in shards; finished shards are kept."""
     from lab.train.corpus import write_corpus
 
-    plans = corpus_plans(tiny)
+    plans = corpus_plans(tiny, latent=mla is not None)
     wanted = _chosen(only, [plan.name for plan in plans])
-    model, tokenizer = _target(target, _device(device))
+    model, tokenizer = _target(target, _device(device), mla)
+    place = _work(work, mla) / "corpus"
     begin = time.monotonic()
     for plan in plans:
         if plan.name not in wanted:
             continue
         left = None if budget is None else max(budget - (time.monotonic() - begin), 0.0)
-        paths = write_corpus(model, _work(work) / "corpus", tokenizer, plan, _say, left)
-        _say(f"corpus '{plan.name}': {len(paths)} of {plan.shards} shards in {_work(work) / 'corpus'}")
+        paths = write_corpus(model, place, tokenizer, plan, _say, left)
+        _say(f"corpus '{plan.name}': {len(paths)} of {plan.shards} shards in {place}")
 
 
 @app.command()
@@ -161,21 +179,30 @@ def draft(
     start: Annotated[
         Path | None, typer.Option("--start", help="An earlier draft of the same shape to go on from.", exists=True, file_okay=False)
     ] = None,
+    mla: Recipe = None,
+    rate: Annotated[float, typer.Option("--rate", help="Factor on the plan's learning rates: below 1 to fine-tune.", min=0)] = 1.0,
 ) -> None:
-    """Train the draft on the corpora, and write checkpoint, log and card when it is finished."""
+    """Train the draft on the corpora, and write checkpoint, log and card when it is finished.
+
+    With `--mla` and `--start` the earlier draft's vocabulary is kept as it is.
+    """
     from lab.train.loop import Trainer
 
     if output.exists():
         raise LabError(f"{output} exists already.", todo="Choose another folder, or remove it.")
     place = _device(device)
-    model, folder = _target(target, place)
+    model, folder = _target(target, place, mla)
     layers = layers_of(level or (), model.shape.default_levels(), model.shape.layers)
     plan = train_plan(tiny, layers)
     wanted = _chosen(only, [name for name, _ in plan.corpora])
     plan = replace(plan, steps=steps or plan.steps, corpora=tuple(one for one in plan.corpora if one[0] in wanted))
+    plan = replace(plan, rate_matrix=plan.rate_matrix * rate, rate_rest=plan.rate_rest * rate)
+    if mla and start:
+        plan = replace(plan, vocab=0)
+    home = _work(work, mla)
     chosen = [name for name, _ in plan.corpora] if only else []
-    run = _work(work) / "-".join(["run", *map(str, layers), *chosen, *([f"{steps}-steps"] if steps else [])])
-    trainer = Trainer(plan, model, _work(work) / "corpus", run, _say, start)
+    run = home / "-".join(["run", *map(str, layers), *chosen, *([f"{steps}-steps"] if steps else [])])
+    trainer = Trainer(plan, model, home / "corpus", run, _say, start)
     if not trainer.run(budget):
         return
     made = provenance.collect(
@@ -184,7 +211,8 @@ def draft(
         device=_device_name(place),
         coverage=trainer.coverage,
         corpus_tokens=int(sum(part.ids.numel() for part in trainer.corpora)),
-        corpus=[json.loads((_work(work) / "corpus" / f"{name}.json").read_text())["plan"] for name, _ in plan.corpora],
+        corpus=[json.loads((home / "corpus" / f"{name}.json").read_text())["plan"] for name, _ in plan.corpora],
+        **({"mla": {"recipe": mla.name, "sha256": sha256(mla)}} if mla else {}),
         **({} if start is None else {"start": _origin(start, trainer.start)}),
     )
     _finish(trainer, run, output, made)
@@ -201,7 +229,7 @@ def _finish(trainer: Trainer, run: Path, output: Path, made: dict[str, Any]) -> 
         trainer.draft.export(half)
         shutil.copy(run / "log.jsonl", half / "log.jsonl")
         provenance.write_text(half / "provenance.json", json.dumps(made, indent=1) + "\n")
-        write_card(half, f"Eagle3 draft for {made['target']}")
+        write_card(half, f"Eagle3 draft for {made['target']}" + (" in MLA form" if "mla" in made else ""))
         half.rename(output)
     finally:
         shutil.rmtree(half, ignore_errors=True)
@@ -228,69 +256,36 @@ def mla(
     device: Device = "",
     tiny: Tiny = False,
     heal: Annotated[bool, typer.Option("--heal/--no-heal", help="Train the low-rank correction, too.")] = True,
+    start: Annotated[
+        Path | None,
+        typer.Option("--start", help="A healed recipe: no layer-wise stage, the whole model goes on from it.", exists=True, dir_okay=False),
+    ] = None,
+    budget: Budget = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", help="Steps of healing the whole model; 0: layer by layer only (default: 1,600; 0 on a CPU).", min=0),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="Time for healing the whole model: its rate falls to zero by then (0: by steps).", min=0)
+    ] = 0.0,
+    rate: Annotated[float, typer.Option("--rate", help="Factor on the rate of healing the whole model.", min=0)] = 1.0,
 ) -> None:
     """Convert the target to MLA and heal it, on text that it writes itself; say how far the converted model is from it.
 
-    Some minutes on an H200; up to an hour on two CPU cores, with fewer steps and less text, which heals less. Goes on where it stopped.
+    Healing goes layer by layer, then through the whole model. Some ten minutes on an H200; up to an hour on two CPU cores, with fewer steps
+    and less text and layer by layer only, which heals less. Goes on where it stopped; `--budget` stops the healing of the whole model.
     """
-    torch = require("torch", "Converting the target")
-    from dataclasses import asdict, replace
-
-    import numpy as np
-
-    from lab.train import heal as healing
-    from lab.train import mla as conversion
-    from lab.train.corpus import CorpusPlan, write_corpus
-    from lab.train.target import Target
+    require("torch", "Converting the target")
+    from lab.train import mla_run
 
     place = _device(device)
     model, folder = _target(target, place)
-    wide = place.startswith("cuda")
-    plan = healing.HealPlan() if wide else healing.HealPlan(steps=150, rows=2)
-    texts = {
-        "mla-fit": (16, 512, 77),
-        "mla-test": (16, 512, 4242),
-        "mla-long": (3, 2048, 4243),
-        "mla-heal": (2048 if wide else 64, 768, 91),
-    }
-    if tiny:
-        plan = replace(plan, rank=4, steps=4, rows=2, held_out=1)
-        texts = {name: (4, 96, seed) for name, (_, _, seed) in texts.items()}
-
-    def text(name: str) -> Any:
-        """Written when it is wanted, so that a run that stops early has healed before it measures."""
-        rows, length, seed = texts[name]
-        written = CorpusPlan(name, 1, rows, length, seed=seed, longest_user=32 if tiny else 220)
-        (path,) = write_corpus(model, _work(work) / "corpus", folder, written, _say)
-        return torch.from_numpy(np.load(path)["ids"].astype(np.int64))
-
-    original = Target.load(folder, "cpu", torch.float32)
-    layers = conversion.calibrate(original, text("mla-fit"), _say)
-    plain = layers
-    about: dict[str, Any] = {}
-    if heal:
-        _say(f"healing: {plan.steps} steps of {plan.rows} rows for each of {len(layers)} layers")
-        converted = [conversion.convert(original.shape, layer, made).to(place) for layer, made in zip(original.layers, layers, strict=True)]
-        learner = original if place == "cpu" else Target.load(folder, place, torch.float32)
-        corrections, errors = healing.heal(learner, converted, text("mla-heal").to(place), plan, _work(work) / "heal", _say)
-        layers = [
-            replace(made, correction={name: tensor.cpu() for name, tensor in correction.items()})
-            for made, correction in zip(layers, corrections, strict=True)
-        ]
-        about |= {"heal": asdict(plan), "rows": texts["mla-heal"][:2], "device": _device_name(place), "layer_errors": errors}
-    about["conversion"] = conversion.measure(original, conversion.MlaTarget(original, plain), text("mla-test"))
-    healed = conversion.MlaTarget(original, layers)
-    for name in ("mla-test", "mla-long"):
-        ids = text(name)
-        about[name] = conversion.measure(original, healed, ids)
-        _say(
-            f"{name}, contexts to {ids.shape[1]}: top-1 agreement {about[name]['top1_agreement']:.1%}, "
-            f"KL {about[name]['kl_nats']:.4f} nats on {about[name]['tokens']:.0f} held-out tokens."
-        )
-    made = provenance.collect(target=folder.name, texts=texts, **about)
-    with provenance.atomic_path(output) as temporary:
-        conversion.save(temporary, layers, {"eagle3_lab": json.dumps(made)})
-    _say(f"The recipe is in {output}.")
+    plan = mla_run.mla_plan(place, tiny)
+    whole = replace(plan.whole, steps=plan.whole.steps if steps is None else steps, seconds=seconds, rate=plan.whole.rate * rate)
+    plan = replace(plan, whole=whole) if heal else replace(plan, layer_wise=None, whole=replace(whole, steps=0))
+    run = mla_run.Run(model, folder, _work(work), place, _device_name(place), _say)
+    if mla_run.make(run, plan, output, start, budget):
+        _say(f"The recipe is in {output}.")
 
 
 @app.command(name="all")

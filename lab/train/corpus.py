@@ -230,7 +230,7 @@ def write_corpus(
                 say(f"corpus {plan.name}: stopped after {index} of {plan.shards} shards (time budget)")
                 break
             if decoder is None:
-                decoder = Decoder(target, plan.rows, plan.length)
+                decoder = target.decoder(plan.rows, plan.length)
                 if target.embed_VH.is_cuda:
                     pick = torch.compile(choose)
             start = time.monotonic()

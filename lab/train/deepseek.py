@@ -53,7 +53,7 @@ def checkpoint(weights: Mapping[str, Tensor], shape: LlamaShape, layers: list[La
     kept["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     for index, (layer, made) in enumerate(zip(layers, recipes, strict=True)):
         found = convert(shape, layer, made)
-        for name in MlaWeights.__dataclass_fields__:
+        for name in MlaWeights._fields:
             kept[f"model.layers.{index}.self_attn.{name}.weight"] = getattr(found, name).to(torch.bfloat16).contiguous()
     return kept
 

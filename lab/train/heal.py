@@ -6,8 +6,8 @@ to where the original's is after that layer. It thereby also takes back what the
 relative to the size of its residual, since the next layer norms it, and so that the first token's huge one does not drown the rest.
 
 The correction is W + rms(W) up down with up at zero (LoRA, arXiv 2106.09685), for the four projections, and a factor on the latent's
-norm. A finished layer is a file in the run's folder: an interrupted run goes on with the next layer. No end-to-end training follows; it
-gained little where it was tried.
+norm. A finished layer is a file in the run's folder: an interrupted run goes on with the next layer. `heal_whole.py` goes on
+from there with all layers together.
 
 Shapes as in `mla.py`; B rows, T positions, I and O a projection's inputs and outputs, K the correction's rank.
 """

@@ -45,6 +45,7 @@ class TrainPlan:
     unroll: int = 4
     decay: float = 0.9
     levels: tuple[int, ...] = ()
+    #: Draft tokens; 0: exactly those of the earlier draft that the run goes on from.
     vocab: int = 8192
     intermediate: int = 1536
     rate_matrix: float = 3e-3
@@ -101,16 +102,13 @@ def losses(draft: Draft, batch: Batch, attend: Callable[..., Tensor], steps: int
 
 
 @torch.no_grad()
-def hits(
-    draft: Draft, target: Target, ids_BT: Tensor, answer_BT: Tensor, attend: Callable[..., Tensor], steps: int
-) -> tuple[Tensor, Tensor]:
-    """Whether step j's first choice at column t is the row's token t + 2: bool [J, B, T]; and the answer's columns [B, T]."""
-    batch = make_batch(target, draft, ids_BT, answer_BT)
+def hits(draft: Draft, batch: Batch, attend: Callable[..., Tensor], steps: int) -> Tensor:
+    """Whether step j's first choice at column t is the row's token t + 2: bool [J, B, T]."""
     found = []
     for output in unroll(draft, batch.embed_BTH, batch.features_BTF, attend, steps):
         choice = draft.kept[F.linear(output, draft.lm_head).argmax(-1)]
         found.append(choice == batch.next_ids_BT)
-    return torch.stack(found), F.pad(answer_BT[:, 2:], (0, 2))
+    return torch.stack(found)
 
 
 def replay(hit_JT: np.ndarray, counted_T: np.ndarray, k: int) -> tuple[int, int]:
@@ -177,12 +175,14 @@ class Trainer:
             kept, rest = rows.take(slice(0, plan.held_out)), rows.take(slice(plan.held_out, None))
             self.corpora.append(Corpus(name, share, rest, kept, self.device))
         torch.manual_seed(plan.seed)
-        shape = DraftShape(plan.levels or target.shape.default_levels(), plan.vocab, plan.intermediate)
-        self.draft = Draft(target.shape, shape, self.vocabulary()).to(self.device)
+        earlier = None if start is None else Draft.load(start, target.shape)
+        kept = self.vocabulary(earlier)
+        shape = DraftShape(plan.levels or target.shape.default_levels(), len(kept), plan.intermediate)
+        self.draft = Draft(target.shape, shape, kept).to(self.device)
         sample = self.corpora[0].ids[:32].long()
         self.draft.start_from(target, target.features(sample, shape.levels)[0].flatten(0, 1))
-        if start is not None:
-            self.draft.go_on_from(Draft.load(start, target.shape))
+        if earlier is not None:
+            self.draft.go_on_from(earlier)
         matrices: list[Tensor] = []
         others: list[Tensor] = []
         for name, parameter in self.draft.named_parameters():
@@ -193,7 +193,7 @@ class Trainer:
         ]
         self.attend = {corpus.ids.shape[1]: Attention(corpus.ids.shape[1], plan.unroll, self.device) for corpus in self.corpora}
         self.losses: Callable[..., Tensor] = losses
-        self.hits: Callable[..., tuple[Tensor, Tensor]] = hits
+        self.hits: Callable[..., Tensor] = hits
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
             self.losses = torch.compile(losses, dynamic=False)
@@ -203,13 +203,19 @@ class Trainer:
         self.seconds = 0.0
         self.restore()
 
-    def vocabulary(self) -> Tensor:
-        """The draft vocabulary: the most frequent answer tokens of the corpora."""
+    def vocabulary(self, earlier: Draft | None) -> Tensor:
+        """The draft vocabulary: the most frequent answer tokens of the corpora, or the earlier draft's if the plan names no size."""
         counts = np.zeros(self.target.shape.vocab, np.int64)
         for corpus in self.corpora:
             counts += np.bincount(corpus.rows.ids[corpus.rows.answer], minlength=len(counts))
-        self.coverage = float(np.sort(counts)[::-1][: self.plan.vocab].sum() / max(counts.sum(), 1))
-        return draft_vocabulary(torch.from_numpy(counts), self.plan.vocab, always=(0, 2))
+        if self.plan.vocab:
+            kept = draft_vocabulary(torch.from_numpy(counts), self.plan.vocab, always=(0, 2))
+        elif earlier is not None:
+            kept = earlier.kept
+        else:
+            raise ValueError("a plan without a draft vocabulary needs an earlier draft")
+        self.coverage = float(counts[kept.numpy()].sum() / max(counts.sum(), 1))
+        return kept
 
     @property
     def state_path(self) -> Path:
@@ -294,9 +300,9 @@ class Trainer:
                 ids = torch.from_numpy(ids_all[start : start + batch].astype(np.int64)).to(self.device)
                 answer = torch.from_numpy(answer_all[start : start + batch]).to(self.device)
                 with torch.autocast(self.device.type, torch.bfloat16):
-                    hit, counted = self.hits(self.draft, self.target, ids, answer, self.attend[length], plan.unroll)
+                    hit = self.hits(self.draft, make_batch(self.target, self.draft, ids, answer), self.attend[length], plan.unroll)
                 hit_parts.append(hit.cpu().numpy())
-                counted_parts.append(counted.cpu().numpy())
+                counted_parts.append(F.pad(answer[:, 2:], (0, 2)).cpu().numpy())
             hit_all, counted_all = np.concatenate(hit_parts, 1), np.concatenate(counted_parts)
             if not counted_all.any():  # too few rows to say anything
                 continue
@@ -329,6 +335,8 @@ class Trainer:
         plan, begin, before = self.plan, time.monotonic(), self.seconds
         recent: list[Tensor] = []
         try:
+            if self.start and not self.step:  # what the earlier draft does here
+                self.record(None, evaluate=True)
             while self.step < plan.steps:
                 recent.append(self.train_step())
                 last = self.step == plan.steps

@@ -13,8 +13,8 @@ regression of 1 on the layer's input), so that the norm divides by nearly a cons
 (2 D)^-1/2 there instead of D^-1/2: queries grow by sqrt 2.
 
 What is exact: with the other components turned as well and the norm left out, scores and values are the original's (tested). What is not:
-dropping that turn, and the norm's few per cent. That costs a model of 135 million parameters about one token in six (`measure` says how
-many); a low-rank correction of each layer, trained by distillation (`heal.py`), takes most of it back.
+dropping that turn, and the norm's few per cent. That costs a model of 135 million parameters about one token in six (`converted.measure`
+says how many); a low-rank correction of each layer, trained by distillation (`heal.py`, `heal_whole.py`), takes most of it back.
 
 Shape suffixes: H hidden, N query heads, G key/value groups, D head size, F = D / 2 frequencies, C = G components, R latent rank.
 """
@@ -22,8 +22,9 @@ Shape suffixes: H hidden, N query heads, G key/value groups, D head size, F = D 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,7 @@ class LayerRecipe:
     constant_H: Tensor
     #: RMS that the latent has on average.
     rms: Tensor
-    #: What `heal.py` learned for this layer: `norm` [R], `<projection>.up` [O, K], `<projection>.down` [K, I]. Empty: not healed.
+    #: What healing learned for this layer: `norm` [R], `<projection>.up` [O, K], `<projection>.down` [K, I]. Empty: not healed.
     correction: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -72,12 +73,42 @@ FIELDS = tuple(name for name in LayerRecipe.__dataclass_fields__ if name != "cor
 HEALED = "healed."  # before a correction's names in the file
 
 
+SCALE = ".scale"  # after a factor's name, where it is stored in 8 bits
+
+
+def packed(correction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As a file holds it: float32 factors in 8 bits, with a scale for each of the K components (beside `<factor>.scale` [K]).
+
+    The rounding error is below that of the whole matrix in BF16, since a correction is small beside its matrix.
+    """
+    found = {}
+    for name, tensor in correction.items():
+        if name.endswith((".up", ".down")) and tensor.dtype == torch.float32:
+            along = 0 if name.endswith(".up") else 1
+            scale = tensor.abs().amax(along).clamp(min=1e-12) / 127
+            found[name + SCALE] = scale
+            tensor = (tensor / scale.unsqueeze(along)).round().to(torch.int8)
+        found[name] = tensor
+    return found
+
+
+def unpacked(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `packed` stored: 8 bits as float32 again, all else as it is."""
+    found = {}
+    for name, tensor in stored.items():
+        if tensor.dtype == torch.int8:
+            tensor = tensor.float() * stored[name + SCALE].unsqueeze(0 if name.endswith(".up") else 1)
+        if not name.endswith(SCALE):
+            found[name] = tensor
+    return found
+
+
 def save(path: Path, layers: list[LayerRecipe], about: Mapping[str, str]) -> None:
     """Write the recipe of a whole model: one safetensors file, `about` as its metadata."""
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(layers):
         tensors |= {f"{index}.{name}": getattr(layer, name).contiguous() for name in FIELDS}
-        tensors |= {f"{index}.{HEALED}{name}": tensor.contiguous() for name, tensor in layer.correction.items()}
+        tensors |= {f"{index}.{HEALED}{name}": tensor.contiguous() for name, tensor in packed(layer.correction).items()}
     save_file(tensors, path, metadata=dict(about))
 
 
@@ -90,7 +121,7 @@ def load(path: Path) -> list[LayerRecipe]:
         for index in range(count):
             before = f"{index}.{HEALED}"
             healed = {name.removeprefix(before): tensor for name, tensor in tensors.items() if name.startswith(before)}
-            layers.append(LayerRecipe(**{name: tensors[f"{index}.{name}"] for name in FIELDS}, correction=healed))
+            layers.append(LayerRecipe(**{name: tensors[f"{index}.{name}"] for name in FIELDS}, correction=unpacked(healed)))
         return layers
     except (KeyError, ValueError) as error:
         raise LabError(f"{path.name} is no conversion recipe.", why=f"{type(error).__name__}: {error}.") from error
@@ -214,9 +245,8 @@ def used_rows(shape: LlamaShape, layer: Layer, unitary_FGC: Tensor, scale_GF: Te
 # --- the converted layer ---
 
 
-@dataclass(frozen=True)
-class MlaWeights:
-    """One MLA layer's attention, as `DeepseekV3ForCausalLM` names it (q_lora_rank None), float32."""
+class MlaWeights(NamedTuple):
+    """One MLA layer's attention, as `DeepseekV3ForCausalLM` names it (q_lora_rank None), float32 as converted."""
 
     q_proj: Tensor  # [N 2D, H]: for each head the latent part, then the rotary part
     kv_a_proj_with_mqa: Tensor  # [R + D, H]
@@ -224,9 +254,9 @@ class MlaWeights:
     kv_b_proj: Tensor  # [N 2D, R]: for each head the key, then the value
     o_proj: Tensor  # [H, N D]
 
-    def to(self, device: torch.device | str) -> MlaWeights:
-        """The same weights on `device`."""
-        return MlaWeights(**{name: getattr(self, name).to(device) for name in MlaWeights.__dataclass_fields__})
+    def to(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> MlaWeights:
+        """The same weights on `device`, as `dtype`."""
+        return MlaWeights(*(tensor.to(device, dtype) for tensor in self))
 
 
 def corrected(weights: MlaWeights, correction: Mapping[str, Tensor]) -> MlaWeights:
@@ -234,12 +264,12 @@ def corrected(weights: MlaWeights, correction: Mapping[str, Tensor]) -> MlaWeigh
     if not correction:
         return weights
     found = {"kv_a_layernorm": weights.kv_a_layernorm * (1 + correction["norm"].float())}
-    for name in MlaWeights.__dataclass_fields__:
+    for name in MlaWeights._fields:
         if f"{name}.up" in correction:
             matrix = getattr(weights, name)
             change = correction[f"{name}.up"].float() @ correction[f"{name}.down"].float()
             found[name] = matrix + matrix.pow(2).mean().sqrt() * change
-    return replace(weights, **found)
+    return weights._replace(**found)
 
 
 def convert(shape: LlamaShape, layer: Layer, made: LayerRecipe) -> MlaWeights:
@@ -302,7 +332,7 @@ def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
 
 
-# --- the whole model ---
+# --- the whole model (see also `converted.py`) ---
 
 
 @torch.no_grad()
@@ -321,34 +351,3 @@ def calibrate(target: Target, ids_BT: Tensor, say: Say) -> list[LayerRecipe]:
         x = target.layer_forward(x, layer)
         say(f"layer {index + 1} of {shape.layers}")
     return found
-
-
-class MlaTarget(Target):
-    """A converted model as training sees it: the same interface as `Target`."""
-
-    def __init__(self, target: Target, recipes: list[LayerRecipe]) -> None:
-        super().__init__(target.shape, target.layers, target.embed_VH, target.norm_H)
-        self.mla = {id(layer): convert(target.shape, layer, made) for layer, made in zip(target.layers, recipes, strict=True)}
-
-    def attention_forward(self, x_BTH: Tensor, layer: Layer) -> Tensor:
-        """The residual stream after the layer's latent attention, over whole rows from position 0."""
-        eps, length = self.shape.eps, x_BTH.shape[1]
-        weights = self.mla[id(layer)]
-        mixed = mla_attention(self.shape, weights, rms_norm(x_BTH, layer.norm_attn, eps), self.cos[:length], self.sin[:length], eps)
-        return x_BTH + F.linear(mixed, weights.o_proj)
-
-
-@torch.no_grad()
-def measure(original: Target, converted: Target, ids_BT: Tensor) -> dict[str, float]:
-    """How far `converted` is from `original` on text: top-1 agreement, KL(original || converted) in nats, and the loss of both."""
-    first, second = (model.logits(model.features(ids_BT, (0,))[1]).float().log_softmax(-1) for model in (original, converted))
-    kl = (first.exp() * (first - second)).sum(-1).mean()
-    truth = ids_BT[:, 1:, None]
-    losses = [-scores[:, :-1].gather(-1, truth).mean() for scores in (first, second)]
-    return {
-        "tokens": float(ids_BT.numel()),
-        "top1_agreement": float((first.argmax(-1) == second.argmax(-1)).float().mean()),
-        "kl_nats": float(kl),
-        "loss_original": float(losses[0]),
-        "loss_converted": float(losses[1]),
-    }

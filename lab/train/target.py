@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lab.errors import LabError
+
+if TYPE_CHECKING:
+    from lab.train.mla import MlaWeights
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class Layer(NamedTuple):
     norm_mlp: Tensor
     gate_up: Tensor
     down: Tensor
+    #: Of a converted model: the attention that runs in place of `qkv` and `out`.
+    mla: MlaWeights | None = None
 
 
 class Target:
@@ -172,6 +177,10 @@ class Target:
         """Scores over the vocabulary from the final normed hidden state (tied embeddings)."""
         return F.linear(hidden, self.embed_VH)
 
+    def decoder(self, rows: int, length: int) -> Decoder:
+        """Lockstep decoding of `rows` rows of up to `length` tokens by this target."""
+        return Decoder(self, rows, length)
+
 
 class Decoder:
     """Lockstep decoding: every row is at the same position, so that keys need no mask and memory no paging.
@@ -182,8 +191,12 @@ class Decoder:
     """
 
     def __init__(self, target: Target, rows: int, length: int) -> None:
-        s, like = target.shape, target.embed_VH
         self.target = target
+        self.allocate(rows, length)
+
+    def allocate(self, rows: int, length: int) -> None:
+        """Make the cache."""
+        s, like, target = self.target.shape, self.target.embed_VH, self.target
         self.keys = [like.new_empty(rows, s.kv_heads, length, s.head_dim) for _ in target.layers]
         self.values = [like.new_empty(rows, s.kv_heads, length, s.head_dim) for _ in target.layers]
 
@@ -191,17 +204,21 @@ class Decoder:
     def step(self, ids_B: Tensor, position: int) -> Tensor:
         """Feed one token per row at `position`; returns the final normed hidden state [B, H]."""
         target, s = self.target, self.target.shape
-        rows, turned = len(ids_B), s.heads + s.kv_heads
-        cos, sin = target.cos[position], target.sin[position]
         x = F.embedding(ids_B, target.embed_VH)
-        for layer, keys, values in zip(target.layers, self.keys, self.values, strict=True):
-            heads = F.linear(F.rms_norm(x, (s.hidden,), layer.norm_attn, s.eps), layer.qkv).view(rows, -1, s.head_dim)
-            query_key = rotate(heads[:, :turned], cos, sin)
-            keys[:, :, position] = query_key[:, s.heads :]
-            values[:, :, position] = heads[:, turned:]
-            folded = query_key[:, : s.heads].reshape(rows, s.kv_heads, s.heads // s.kv_heads, s.head_dim)
-            mixed = F.scaled_dot_product_attention(folded, keys[:, :, : position + 1], values[:, :, : position + 1])
-            x = x + F.linear(mixed.reshape(rows, -1), layer.out)
+        for index, layer in enumerate(target.layers):
+            x = x + self.attend(F.rms_norm(x, (s.hidden,), layer.norm_attn, s.eps), index, position)
             gate, up = F.linear(F.rms_norm(x, (s.hidden,), layer.norm_mlp, s.eps), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
         return F.rms_norm(x, (s.hidden,), target.norm_H, s.eps)
+
+    def attend(self, normed_BH: Tensor, index: int, position: int) -> Tensor:
+        """What the attention of layer `index` adds to the residual stream [B, H]; the token's key and value go into the cache."""
+        s, layer, keys, values = self.target.shape, self.target.layers[index], self.keys[index], self.values[index]
+        rows, turned = len(normed_BH), s.heads + s.kv_heads
+        heads = F.linear(normed_BH, layer.qkv).view(rows, -1, s.head_dim)
+        query_key = rotate(heads[:, :turned], self.target.cos[position], self.target.sin[position])
+        keys[:, :, position] = query_key[:, s.heads :]
+        values[:, :, position] = heads[:, turned:]
+        folded = query_key[:, : s.heads].reshape(rows, s.kv_heads, s.heads // s.kv_heads, s.head_dim)
+        mixed = F.scaled_dot_product_attention(folded, keys[:, :, : position + 1], values[:, :, : position + 1])
+        return F.linear(mixed.reshape(rows, -1), layer.out)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from safetensors import safe_open
 
 from lab.env import assets
 from lab.errors import LabError
@@ -78,6 +81,70 @@ def test_the_whole_command_on_a_tiny_target(tiny_target: Path, tmp_path: Path) -
     assert f"of {made['corpus_tokens'] / 1e6:,.0f} million in the corpus" in (output / "README.md").read_text()
     with pytest.raises(LabError, match="exists already"):
         cli.everything(output, tiny_target, tmp_path / "work", "cpu", tiny=True)
+
+
+@pytest.fixture(scope="module")
+def healed(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of the tiny target after both stages of healing."""
+    work = tmp_path_factory.mktemp("mla")
+    cli.mla(work / "whole.safetensors", tiny_target, work / "work", "cpu", tiny=True)
+    return work / "whole.safetensors"
+
+
+def test_an_mla_card_tells_both_stages(healed: Path) -> None:
+    told = card.write_mla_card(healed).read_text()
+    assert "4 steps of 2 rows each" in told
+    assert "3 steps of\n192 tokens" in told
+    assert "on 4 rows of 96 tokens and 4 rows of 96 tokens" in told
+    assert [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| converted")] == [
+        "| converted, not healed",
+        "| converted, healed layer by layer",
+        "| converted and healed as a whole",
+        "| converted and healed as a whole",
+    ]
+
+
+def test_a_healed_recipe_is_a_start(tiny_target: Path, healed: Path, tmp_path: Path) -> None:
+    """Without the layer-wise stage, with a budget that is over, and then on to the end; a recipe without correction is refused."""
+    output = tmp_path / "further.safetensors"
+    arguments = {"start": healed, "steps": 2, "tiny": True}
+    cli.mla(output, tiny_target, tmp_path / "work", "cpu", budget=1e-9, **arguments)
+    assert not output.exists()
+    cli.mla(output, tiny_target, tmp_path / "work", "cpu", **arguments)
+    assert not (tmp_path / "work" / "heal").exists()
+    with safe_open(output, "pt") as file:
+        told = json.loads(file.metadata()["eagle3_lab"])
+    assert told["start"]["sha256"] == hashlib.sha256(healed.read_bytes()).hexdigest()
+    assert told["whole"]["steps"] == 2
+    assert told["heal"]["rank"] == 4, "what the start says of its own healing"
+    assert "3 steps" not in card.write_mla_card(output).read_text()
+    cli.mla(tmp_path / "plain.safetensors", tiny_target, tmp_path / "plain", "cpu", tiny=True, heal=False)
+    with pytest.raises(LabError, match="no correction"):
+        cli.mla(tmp_path / "no.safetensors", tiny_target, tmp_path / "plain", "cpu", tiny=True, start=tmp_path / "plain.safetensors")
+
+
+def test_a_converted_target_writes_and_teaches(tiny_target: Path, healed: Path, tmp_path: Path) -> None:
+    """The original's draft goes on, on what the converted target wrote: same vocabulary, a folder of its own, and its card says so."""
+    work, first, second = tmp_path / "work", tmp_path / "first", tmp_path / "second"
+    cli.everything(first, tiny_target, work, "cpu", tiny=True)
+    cli.corpus(tiny_target, work, "cpu", tiny=True, only=["chat"], mla=healed)
+    cli.draft(second, tiny_target, work, "cpu", tiny=True, only=["chat"], start=first, mla=healed, rate=0.3)
+    shape, recipe = LlamaShape.read(tiny_target), hashlib.sha256(healed.read_bytes()).hexdigest()
+    assert Draft.load(second, shape).kept.tolist() == Draft.load(first, shape).kept.tolist()
+    made = json.loads((second / "provenance.json").read_text())
+    assert card.read_log(second / "log.jsonl")[0]["step"] == 0, "the earlier draft's own record"
+    assert made["mla"] == {"recipe": healed.name, "sha256": recipe}
+    assert made["plan"]["rate_rest"] == pytest.approx(0.3 * json.loads((first / "provenance.json").read_text())["plan"]["rate_rest"])
+    told = " ".join((second / "README.md").read_text().split())
+    assert f"converted to MLA by `whole.safetensors` (SHA-256 {recipe[:16]}…)" in told
+    assert "in MLA form" in told
+    shards = [folder / "corpus" / "chat-000.npz" for folder in (work, work / f"mla-{recipe[:12]}")]
+    texts = []
+    for path in shards:
+        with np.load(path) as shard:
+            texts.append(shard["ids"])
+    assert texts[0].shape == texts[1].shape
+    assert (texts[0] != texts[1]).any(), "the original wrote this"
 
 
 def test_no_target_is_a_sentence(tmp_path: Path) -> None:

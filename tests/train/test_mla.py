@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from lab.errors import LabError
 from lab.train import deepseek, mla
+from lab.train.converted import MlaTarget, measure
 from lab.train.target import Target, rms_norm, rotate
 
 
@@ -94,10 +95,8 @@ def test_the_checkpoint_is_the_model_that_was_measured(
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(deepseek.config(json.loads((grouped_target / "config.json").read_text()))))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    converted = mla.MlaTarget(target, layers)
-    for key, weights in converted.mla.items():  # the checkpoint's are BF16, so compare with weights rounded alike
-        named = {name: getattr(weights, name).to(torch.bfloat16).float() for name in mla.MlaWeights.__dataclass_fields__}
-        converted.mla[key] = mla.MlaWeights(**named)
+    exact = [mla.convert(target.shape, layer, made) for layer, made in zip(target.layers, layers, strict=True)]
+    converted = MlaTarget(target, [one.to("cpu", torch.bfloat16).to("cpu") for one in exact])  # the checkpoint's are BF16
     with torch.no_grad():
         expected = reference(ids).logits
         found = converted.logits(converted.features(ids, (0,))[1])
@@ -133,7 +132,7 @@ def test_zero_heads_and_values_change_nothing(
 
 
 def test_a_model_is_like_itself(target: Target, ids: torch.Tensor) -> None:
-    same = mla.measure(target, target, ids)
+    same = measure(target, target, ids)
     assert same["kl_nats"] == pytest.approx(0, abs=1e-6)
     assert same["top1_agreement"] == 1
     assert same["loss_original"] == same["loss_converted"]

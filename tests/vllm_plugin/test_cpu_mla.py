@@ -232,21 +232,19 @@ def reference() -> Any:
 
     from lab import checkpoints
     from lab.recipes.model import Mla
-    from lab.train.mla import MlaTarget, MlaWeights
+    from lab.train.converted import MlaTarget
+    from lab.train.mla import MlaWeights
     from lab.train.target import Target
 
     target = recipes.get("smollm2-mla").target
     assert isinstance(target.weights, Mla)
     served = load_file(Path(checkpoints.ensure(target)) / "model.safetensors")
     original = Target.load(Path(checkpoints.ensure(target.weights.of)), "cpu", torch.float32)
-    model = MlaTarget.__new__(MlaTarget)
-    Target.__init__(model, original.shape, original.layers, original.embed_VH, original.norm_H)
-    names = MlaWeights.__dataclass_fields__
-    model.mla = {
-        id(layer): MlaWeights(**{part: served[f"model.layers.{index}.self_attn.{part}.weight"].float() for part in names})
-        for index, layer in enumerate(original.layers)
-    }
-    return model
+    weights = [
+        MlaWeights(*(served[f"model.layers.{index}.self_attn.{part}.weight"].float() for part in MlaWeights._fields))
+        for index in range(original.shape.layers)
+    ]
+    return MlaTarget(original, weights)
 
 
 @pytest.mark.engine
