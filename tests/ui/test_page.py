@@ -155,6 +155,28 @@ def test_every_tab_can_be_opened_in_a_narrow_window(serve: Serve, visit: Visit, 
     sync_api.expect(page.locator("#e3-barrier")).to_be_visible()
 
 
+@pytest.mark.parametrize("width", [1190, 1066, 1024, 853])
+def test_every_number_is_whole_in_a_narrow_window(serve: Serve, visit: Visit, width: int) -> None:
+    watched = visit(serve(engine()))
+    page = watched.page
+    page.set_viewport_size({"width": width, "height": 640})
+    watched.run()
+    cut = page.locator("#e3-tiles .e3-tile > :not(.e3-hidden)").evaluate_all(
+        """all => all.filter(words => {
+            const tile = words.parentElement.getBoundingClientRect(), range = document.createRange();
+            range.selectNodeContents(words);
+            const drawn = range.getBoundingClientRect();
+            return drawn.left < tile.left || drawn.right > tile.right || drawn.top < tile.top || drawn.bottom > tile.bottom;
+        }).map(words => words.innerText)"""
+    )
+    assert cut == []
+    last = page.locator("#e3-stop, #e3-open").evaluate_all("all => Math.max(...all.map(one => one.getBoundingClientRect().right))")
+    assert last <= width
+    page.mouse.move(width / 2, 240)
+    page.mouse.wheel(0, 600)
+    page.wait_for_function("document.querySelector('.e3-play').getBoundingClientRect().bottom <= innerHeight", timeout=10_000)
+
+
 def test_the_keyboard_reaches_everything(serve: Serve, visit: Visit) -> None:
     watched = visit(serve(engine()))
     watched.run()
