@@ -90,11 +90,11 @@ def revision() -> str:
 
 def collect(**extra: Any) -> dict[str, Any]:
     """Provenance of something made now by this process; `extra` adds what only the caller knows (recipe, seed, ...)."""
-    argv = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else []
+    program = Path(sys.argv[0]).name if sys.argv else ""
     return {
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "revision": revision(),
-        "argv": argv,
+        "argv": ["eagle3-lab" if program == "cli.py" else program, *sys.argv[1:]],  # `python -m lab.cli` is the same command
         "versions": versions(),
         "hardware": {**hardware(), "platform": platform.platform()},
         **extra,

@@ -30,7 +30,8 @@ def measure(words):
     def value(flag, default=None):
         return words[words.index(flag) + 1] if flag in words else default
     conc, count, warm = (int(value(flag)) for flag in ("--max-concurrency", "--num-prompts", "--num-warmups"))
-    body = json.dumps({"requests": count + warm, "tokens": 10 * (count + warm), "concurrency": conc, "words": words, "pid": os.getpid()}).encode()
+    told = {"requests": count + warm, "tokens": 10 * (count + warm), "concurrency": conc, "words": words, "pid": os.getpid()}
+    body = json.dumps(told).encode()
     request = urllib.request.Request(value("--base-url") + "/fake/load", body, {"Content-Type": "application/json"})
     told = json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request))
     time.sleep(told["pause"])

@@ -13,6 +13,12 @@ def test_a_checkout_without_git_says_its_version(monkeypatch: pytest.MonkeyPatch
     assert provenance.revision.__wrapped__() == provenance.versions().get("eagle3-lab", "unknown")
 
 
+@pytest.mark.parametrize("program", ["/opt/venv/bin/eagle3-lab", "/opt/venv/lib/python3.11/site-packages/lab/cli.py"])
+def test_a_command_is_known_by_its_name_however_it_was_started(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    monkeypatch.setattr("sys.argv", [program, "record", "x"])
+    assert provenance.collect()["argv"] == ["eagle3-lab", "record", "x"]
+
+
 @pytest.mark.parametrize(
     ("machine", "said"),
     [({"cores": 2, "cpu": "X"}, "2 cores of X"), ({"cores": 1, "cpu": "X"}, "1 core of X"), ({}, "? cores of an unknown processor")],

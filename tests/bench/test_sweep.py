@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lab import recipes
-from lab.bench import agg, client, overlay, sweep_run, sweep_table
+from lab.bench import agg, client, overlay, reports, sweep_run, sweep_table
 from lab.bench.cli import app
 from lab.bench.prompts import shipped
 from lab.bench.sweep import Cell, Plan
@@ -502,3 +502,17 @@ def test_opening_from_the_command_line(tmp_path: Path) -> None:
     assert len(list(csv.DictReader(io.StringIO(table.read_text())))) == 2
     assert drawn.read_text().count("plotly-graph-div") == 5
     assert CliRunner().invoke(app, ["open", str(tmp_path)]).exit_code == 1, "a bad file among good ones is said, and is a failure"
+
+
+def test_shipped_sweeps_are_whole_and_named_by_model_machine_and_load() -> None:
+    found = reports.sweeps()
+    assert {name for name in found if "NVIDIA H200" in name} == {
+        "smollm2-135m-instruct on NVIDIA H200, 1024/1024", "smollm2-135m-instruct on NVIDIA H200, chat",
+    }  # fmt: skip
+    for name, rows in found.items():
+        cells = {(row["eagle3_lab_draft"], row["conc"], row["eagle3_lab_seed"]) for row in rows}
+        assert len(cells) == len(rows) == 3 * 6 * 3, name
+        assert all(row["eagle3_lab_provenance"]["versions"]["vllm"] == "0.26.0" for row in rows)
+        assert all(row["eagle3_lab_tokens"]["agree"] for row in rows if row["eagle3_lab_ignore_eos"])
+        drafted = [row for row in rows if row["eagle3_lab_draft"] != "none"]
+        assert all(1 < row["eagle3_lab_mean_acceptance_length"] < 4 for row in drafted)

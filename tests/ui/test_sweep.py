@@ -89,10 +89,15 @@ def test_a_sweep_in_the_page(
     sync_api.expect(charts).to_have_count(5)
     sync_api.expect(charts.nth(0)).to_have_attribute("aria-label", re.compile("1.50 at 1, 1.50 at 4"))
     # published beside it, labelled, with its caveats
-    page.get_by_label("Kimi-K2.5").check()
+    page.get_by_label("Kimi-K2.5: published by AMD, MI355X").check()
     sync_api.expect(root).to_contain_text("published by AMD, MI355X")
     sync_api.expect(page.locator(".e3-sweep-warnings")).to_contain_text("not a controlled comparison")
     sync_api.expect(charts.nth(0)).to_have_attribute("aria-label", re.compile("MI355X"))
+    # what the lab measured elsewhere, by name
+    page.get_by_label("measured by us: smollm2-135m-instruct on NVIDIA H200, chat").check()
+    sync_api.expect(root).to_contain_text("smollm2-135m-instruct on NVIDIA H200")
+    page.get_by_label("measured by us: smollm2-135m-instruct on NVIDIA H200, chat").uncheck()
+    sync_api.expect(root).not_to_contain_text("NVIDIA H200")
     watched.fits()
     page.screenshot(path=str(tmp_path / f"sweep-{theme}.png"))
     # what was measured, as files
