@@ -16,12 +16,8 @@ from lab.bench.result import VERSION
 from lab.env import assets
 from lab.errors import LabError
 
-#: The duel of a control draft, trained on the last level alone, with one trained alike on all; it is not there until somebody made it.
+#: The duel of a control draft, trained on the last level alone, with one trained alike on all three.
 CONTROL = "duel-last-level-only.json"
-NO_CONTROL = (
-    "Not measured yet: a control draft trained on the last level alone, beside one trained alike on all three, which would say what the"
-    " other levels are worth. It takes a GPU: eagle3-lab train draft --level last; assets/measured/README.md has all commands."
-)
 
 
 def load(path: Path | Traversable) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -48,7 +44,11 @@ def shipped() -> dict[str, Traversable]:
     files = sorted(
         (path for path in folder.iterdir() if path.name.startswith("duel-") and path.name.endswith(".json")), key=lambda path: path.name
     )
-    return {f"Measured: {path.name.removeprefix('duel-').removesuffix('.json').replace('-', ' ')}": path for path in files}
+    return {_name(path): path for path in files}
+
+
+def _name(path: Traversable) -> str:
+    return f"Measured: {path.name.removeprefix('duel-').removesuffix('.json').replace('-', ' ')}"
 
 
 def sweeps() -> dict[str, list[dict[str, Any]]]:
@@ -62,5 +62,13 @@ def sweeps() -> dict[str, list[dict[str, Any]]]:
 
 
 def control() -> str:
-    """A sentence about the control draft: that it is not measured yet, or "" where its duel is shipped."""
-    return "" if (assets() / "measured" / CONTROL).is_file() else NO_CONTROL
+    """What the control draft showed, in a sentence; "" where its duel is not shipped."""
+    path = assets() / "measured" / CONTROL
+    if not path.is_file():
+        return ""
+    report, origin = load(path)
+    (comparison,) = report["comparisons"]
+    return (
+        "Cutting a level shows what this draft depends on, not what the level is worth. For that, two drafts were trained alike, one on all"
+        f" three levels and one on the last alone ({origin['made'][:10]}, “{_name(path)}”): {comparison['sentence']}"
+    )

@@ -106,7 +106,7 @@ def view(report: dict[str, Any], *, title: str, state: str) -> str:
         )
     table = overview(report) if len(comparisons) > 1 else None
     cut = any(contestant["kind"] == "cut" for contestant in report["contestants"])
-    notes = [*report["notes"], *([reports.control()] if cut and reports.control() else [])]
+    notes = [*report["notes"], *([control] if cut and (control := reports.control()) else [])]
     setting = [f"{each}." for each in report["setting"]["changed"]]
     return dump({"title": title, "state": state, "notes": [*setting, *notes], "overview": table, "comparisons": comparisons})
 

@@ -23,6 +23,7 @@ from lab.bench.duel_cli import app
 from lab.bench.duel_page import POLICY, html
 from lab.bench.duel_text import render
 from lab.bench.prompts import Prompt
+from lab.env import assets
 from lab.errors import LabError
 from lab.serving.client import Done, Event
 from lab.trace.io import save
@@ -385,4 +386,17 @@ def test_shipped_duels_are_whole_and_say_where_they_come_from() -> None:
         assert origin["argv"][:2] == ["eagle3-lab", "duel"]
         assert not re.search(r"/(?:root|home|tmp|work)/", json.dumps(origin)), name
         assert html(report, origin)
-    assert reports.control() == "" or "eagle3-lab train draft --level last" in reports.control()
+
+
+def test_the_control_is_two_drafts_trained_alike_but_for_the_levels() -> None:
+    report, origin = reports.load(assets() / "measured" / reports.CONTROL)
+    (comparison,) = report["comparisons"]
+    assert comparison["sentence"] in reports.control()
+    plans = {name: dict(made["plan"]) for name, made in origin["drafts"].items()}
+    assert set(plans) == {comparison["one"], comparison["other"]}
+    levels = [plan.pop("levels") for plan in plans.values()]
+    assert sorted(map(len, levels)) == [1, 3]
+    assert max(levels, key=len)[-1] == min(levels, key=len)[0], "the last of the three"
+    one, other = plans.values()
+    assert one == other
+    assert len({json.dumps([made["corpus"], made["target"], made["device"]]) for made in origin["drafts"].values()}) == 1

@@ -174,7 +174,7 @@ def test_stop_keeps_the_whole_prompts_of_a_duel(serve: Callable[..., str], visit
     sync_api.expect(page.locator(".e3-duel-side")).to_contain_text("Stopped early")
     side = page.locator(".e3-duel-side").inner_text()
     assert "did not fit into memory together" in side
-    assert "Not measured yet: a control draft" in side or reports.control() == ""
+    assert reports.control() in side
 
 
 # --- without a browser ---
