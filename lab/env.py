@@ -24,6 +24,8 @@ SETTINGS = {
     "EAGLE3_LAB_PASSWORD": "A password that attendees of `eagle3-lab workshop` must type (default: none; `--password` asks for one).",
     "EAGLE3_LAB_TRACE_SOCKET": "Set by the lab for each server: the ipc:// address on which the plugin's tracer publishes steps.",
 }
+#: In every temporary folder, locked as long as its process lives: no other name, for a folder with such a file is one to remove.
+LOCK = "eagle3-lab-scratch.lock"
 
 
 def cache_dir() -> Path:
@@ -35,22 +37,29 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "eagle3-lab"
 
 
+def socket_folder() -> str:
+    """The folder for temporary sockets, or for folders of them: a socket's path has at most 107 characters."""
+    return tempfile.gettempdir() if len(tempfile.gettempdir()) <= 60 else "/tmp"
+
+
 @contextlib.contextmanager
-def scratch(kind: str = "") -> Iterator[Path]:
-    """A temporary folder, gone with the block. Those that killed processes left behind go first: whoever lives holds its own one's lock."""
+def scratch(kind: str = "", folder: str | None = None) -> Iterator[Path]:
+    """A temporary folder, in `folder`, gone with the block. Those that killed processes left there go first: whoever lives holds its own
+    one's lock."""
     try:
         import fcntl
     except ImportError:  # Windows: nothing is locked there, so nothing of others is removed
         fcntl = None  # type: ignore[assignment]
-    for old in Path(tempfile.gettempdir()).glob("eagle3-lab-*") if fcntl else ():
-        with contextlib.suppress(OSError), (old / "lock").open("rb") as handle:
+    for old in Path(folder or tempfile.gettempdir()).glob("eagle3-lab-*") if fcntl else ():
+        with contextlib.suppress(OSError), (old / LOCK).open("rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"eagle3-lab-{kind}", ignore_cleanup_errors=True) as name, Path(name, "new").open("wb") as lock:
+    made = tempfile.TemporaryDirectory(dir=folder, prefix=f"eagle3-lab-{kind}", ignore_cleanup_errors=True)
+    with made as name, Path(name, "new").open("wb") as lock:
         if fcntl:
             with contextlib.suppress(OSError):  # a file system without locks: then nobody can take it for left behind, either
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                Path(name, "new").rename(Path(name, "lock"))  # it has this name only once it is locked
+                Path(name, "new").rename(Path(name, LOCK))  # it has this name only once it is locked
         yield Path(name)
 
 

@@ -29,6 +29,7 @@ def test_temporary_folders_go_with_their_processes(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "eagle3-lab-0-1.sock").touch()
     (tmp_path / "eagle3-lab-somebody").mkdir()
+    (tmp_path / "eagle3-lab-somebody" / "lock").touch()  # it has a lock, but not the lab's
     living, own = started(tmp_path)
     killed, left = started(tmp_path)
     killed.kill()

@@ -16,17 +16,17 @@ throughput" counts chunks: under speculation neither is what its name says, and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from lab.bench.sweep import Cell
 from lab.bench.workload import client_lengths
-from lab.env import scratch
+from lab.env import scratch, socket_folder
 from lab.errors import LabError
 from lab.serving import guard, log
 from lab.serving.endpoint import Endpoint
@@ -34,6 +34,7 @@ from lab.serving.endpoint import Endpoint
 #: Percentiles in the client's file; 99 is InferenceX's.
 PERCENTILES = "90,95,99"
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
+LAST = 10.0  # seconds in which a client that hung up may end by itself, with an exit code of its own
 
 
 def program() -> tuple[str, ...]:
@@ -128,7 +129,7 @@ class Worker:
     def __init__(self) -> None:
         self._child: asyncio.subprocess.Process | None = None
         self._environ: dict[str, str] = {}
-        self._stack = AsyncExitStack()
+        self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Worker:
         return self
@@ -138,6 +139,7 @@ class Worker:
 
     async def close(self) -> None:
         """End the process."""
+        self._child = None
         await self._stack.aclose()
 
     async def run(self, words: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
@@ -145,21 +147,31 @@ class Worker:
         try:
             if self._child is None or self._child.returncode is not None or self._environ != environ:
                 await self._start(environ, output)
-            self._writer.write(json.dumps({"argv": list(words), "output": str(output)}).encode() + b"\n")
-            if not (answer := await self._reader.readline()):
-                assert self._child is not None
-                raise _failure(await self._child.wait(), output)
-        except ConnectionError as error:
-            raise LabError("vLLM's benchmark client broke off.", why=f"{error}.", todo=f"Its output is {output.name}.") from error
+            try:
+                self._writer.write(json.dumps({"argv": list(words), "output": str(output)}).encode() + b"\n")
+                answer = await self._reader.readline()
+            except ConnectionError:
+                answer = b""
+            if not answer.endswith(b"\n"):
+                raise await self._broken(output)
         except BaseException:
             await self.close()
             raise
         if code := json.loads(answer)["code"]:
             raise _failure(code, output)
 
+    async def _broken(self, output: Path) -> LabError:
+        """What became of a client that answers no more. It may still be about to end, or hang there: it has `LAST` seconds."""
+        assert self._child is not None
+        child = self._child
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(child.wait(), LAST)
+        await self.close()
+        return _failure(await child.wait(), output)
+
     async def _start(self, environ: Mapping[str, str], output: Path) -> None:
         await self.close()
-        folder = self._stack.enter_context(scratch("client-"))  # short: a socket's path is limited
+        folder = self._stack.enter_context(scratch("client-", socket_folder()))
         came: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.get_running_loop().create_future()
 
         def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -57,8 +57,7 @@ def _answer(lanes: Lanes, connection: Connection) -> None:
 def shared(lanes: Lanes) -> Iterator[dict[str, str]]:
     """Offer `lanes` to kernels while the block runs; gives the environment that they need. The lanes stay the caller's to shut down."""
     key = secrets.token_bytes(32)
-    short = None if len(tempfile.gettempdir()) <= 60 else "/tmp"  # a socket's path has at most 107 characters
-    with tempfile.TemporaryDirectory(prefix="eagle3-lanes-", dir=short) as folder:  # made with mode 0700
+    with tempfile.TemporaryDirectory(prefix="eagle3-lanes-", dir=env.socket_folder()) as folder:  # made with mode 0700
         path = str(Path(folder) / "lanes")
         listener = Listener(path, "AF_UNIX", authkey=key)
         closing = threading.Event()

@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from types import TracebackType
 
 import httpx
 
-from lab.env import cache_dir
+from lab.env import cache_dir, socket_folder
 from lab.errors import LabError, missing_dependency
 from lab.recipes.model import Hub
 from lab.serving import guard, log
@@ -95,7 +94,7 @@ def trace_socket(port: int) -> str:
     """The ipc:// address for the tracer of the server on `port`: short enough for a socket, and writable only by this user."""
     folder = os.environ.get("XDG_RUNTIME_DIR", "")
     if not os.access(folder, os.W_OK) or len(folder) > 60:
-        folder = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 60 else "/tmp"
+        folder = socket_folder()
     return f"ipc://{folder}/eagle3-lab-{os.getuid()}-{port}.sock"
 
 
