@@ -68,7 +68,9 @@ def _deputy(group: int, grace: float, socket: str) -> None:
         return
     os.setsid()
     os.close(alive)
-    os.close(0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):  # neither the app's pipe nor the server's log, whose lock says that somebody still writes it
+        os.dup2(nothing, standard)
     os.read(end, 1)
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline and members(group):

@@ -103,7 +103,7 @@ def _in_use(path: Path) -> bool:
     import fcntl  # not on Windows, where nothing is started, but this module is imported
 
     try:
-        with path.open("rb") as handle:
+        with path.open("r+b") as handle:  # NFS locks exclusively only what is open for writing, and shares only what is open for reading
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -161,7 +161,7 @@ class Server:
         argv = [sys.executable, "-I", "-S", guard.__file__, str(GRACE), address, "--", *self.command.argv]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self.command.environment}
         try:
-            with self.log.open("ab") as output:
+            with self.log.open("a+b") as output:
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(output, fcntl.LOCK_SH)
                 output.write(f"{self.command.shell()}\n".encode())

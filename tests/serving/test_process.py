@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -228,6 +229,27 @@ def test_old_logs_are_thrown_away(local_recipe: Make, cache: Path, monkeypatch: 
     with start(local_recipe()):
         assert len(list((cache / "logs").iterdir())) == 3
         assert (cache / "logs" / "4.log").exists()
+
+
+def test_nobody_holds_the_log_but_the_servers_own_group(local_recipe: Make) -> None:
+    """Whoever holds it holds its lock: the guard's deputy, which outlives the group for a moment, would keep a log that is over."""
+
+    def holders(log: Path) -> set[int]:
+        found = set()
+        for path in Path("/proc").glob("[0-9]*/fd/*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(path) == str(log):
+                    found.add(int(path.parts[2]))
+        return found
+
+    with start(local_recipe()) as server:
+        assert server.log is not None
+        assert server._guard is not None
+        deadline = time.monotonic() + 60
+        while holders(server.log) - set(guard.members(server._guard.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert server._guard.pid in holders(server.log)
+        assert holders(server.log) <= set(guard.members(server._guard.pid))
 
 
 @pytest.mark.usefixtures("cache")
