@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -222,8 +224,17 @@ def test_an_interrupted_whole_run_ends_as_a_straight_one(
         whole(target, converted, healed, [(texts[0][0][:6], 1.0)], tmp_path / "few", plan)
 
 
-def test_time_ends_a_run_with_its_rate_at_zero(target: Target, converted: list, healed: tuple, texts: list, tmp_path: Path) -> None:
-    run = whole(target, converted, healed, texts, tmp_path, dataclasses.replace(WHOLE, steps=100_000, seconds=0.5))
-    assert run.run()
-    assert 1 < run.step < 100_000
-    assert run.optimiser.param_groups[0]["lr"] < 0.3 * WHOLE.rate
+def test_time_ends_a_run_with_its_rate_at_zero(
+    target: Target, converted: list, healed: tuple, texts: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which a step takes a second; and a run that goes on has the time that is left, not all of it again."""
+    monkeypatch.setattr(heal_whole, "time", SimpleNamespace(monotonic=map(float, itertools.count()).__next__))
+    plan = dataclasses.replace(WHOLE, steps=100_000, seconds=20)
+    first = whole(target, converted, healed, texts, tmp_path, plan)
+    assert not first.run(budget=7)
+    rest = whole(target, converted, healed, texts, tmp_path, plan)
+    assert rest.seconds == first.seconds > 0
+    assert rest.run()
+    assert rest.seconds == 20
+    assert first.step < rest.step <= 20
+    assert rest.optimiser.param_groups[0]["lr"] == pytest.approx(WHOLE.rate / 20 / WHOLE.cooldown)
