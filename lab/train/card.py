@@ -185,8 +185,11 @@ def write_mla_card(recipe: Path) -> Path:
         raise LabError(f"{recipe} does not say how it was measured.", todo="Make it with: eagle3-lab train mla")
     rows = [("converted, not healed", origin["conversion"], 512)] if "heal" in origin else []
     state = "converted and healed" if "heal" in origin else "converted, not healed"
+    before = origin.get("start", {}).get("whole", [])  # of the recipe that this one began with, if it was healed as a whole already
+    wholes = [*before, *([origin["whole"]] if "whole" in origin else ())]
     if "whole" in origin:
-        rows.append(("converted, healed layer by layer", origin["whole"]["before"], 512))
+        rows.append(("the recipe that it began with" if before else "converted, healed layer by layer", origin["whole"]["before"], 512))
+    if wholes:
         state += " as a whole"
     rows += [(state, origin["mla-test"], 512), (state, origin["mla-long"], 2048)]
     names = ("model", "contexts to", "held-out tokens", "top-1 agreement", "KL, nats", "loss of the original", "its own loss")
@@ -197,7 +200,7 @@ def write_mla_card(recipe: Path) -> Path:
         for name, found, length in rows
     ]
     size = recipe.stat().st_size / 1e6
-    healers = "`lab/train/heal.py` and `heal_whole.py`" if "whole" in origin else "`lab/train/heal.py`"
+    healers = "`lab/train/heal.py` and `heal_whole.py`" if wholes else "`lab/train/heal.py`"
     parts = [
         f"# {origin['target']} in MLA form",
         f"The recipe (`{recipe.name}`, {size:.1f} MB) that turns {origin['target']} into a model of DeepSeek-V3's architecture\n"
@@ -211,15 +214,14 @@ def write_mla_card(recipe: Path) -> Path:
     ]
     if "heal" in origin:
         plan, (count, length), errors = origin["heal"], origin["rows"], origin["layer_errors"]
-        before, after = (sum(both[side] for both in errors) / len(errors) for side in (0, 1))
+        first, last = (sum(both[side] for both in errors) / len(errors) for side in (0, 1))
         parts += [
             "## Healing",
             f"A correction of rank {plan['rank']} for each projection of each layer, {plan['steps']} steps of {plan['rows']} rows each,\n"
             f"on {count:,} rows of {length:,} tokens that the original wrote, on {origin['device']}. Mean relative error of the residual\n"
-            f"stream after a layer's attention, on held-out rows: {before:.2e} before the layer's correction, {after:.2e} with it.",
+            f"stream after a layer's attention, on held-out rows: {first:.2e} before the layer's correction, {last:.2e} with it.",
         ]
-    if "whole" in origin:
-        parts.append(whole_healing(origin["whole"]))
+    parts += [whole_healing(made) for made in wholes]
     shown = {key: value for key, value in origin.items() if key != "layer_errors"}
     parts += ["## Provenance", "```json\n" + json.dumps(shown, indent=1) + "\n```"]
     card = recipe.with_name("README.md")

@@ -157,7 +157,9 @@ def from_recipe(run: Run, start: Path) -> list[LayerRecipe]:
     with safe_open(start, "pt") as file:
         told = json.loads((file.metadata() or {}).get("eagle3_lab", "{}"))
     run.about |= {key: told[key] for key in ("heal", "rows", "device", "layer_errors") if key in told}
-    run.about["start"] = {"sha256": hashlib.sha256(start.read_bytes()).hexdigest(), "made": told.get("made"), "runs": told.get("runs")}
+    wholes = [*told.get("start", {}).get("whole", ()), *([told["whole"]] if "whole" in told else ())]
+    origin = {"sha256": hashlib.sha256(start.read_bytes()).hexdigest(), "made": told.get("made"), "runs": told.get("runs")}
+    run.about["start"] = origin | ({"whole": wholes} if wholes else {})
     return layers
 
 

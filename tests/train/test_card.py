@@ -19,15 +19,17 @@ from lab.train.draft import Draft
 from lab.train.target import LlamaShape
 
 SHIPPED = Path(str(assets() / "drafts" / "smollm2-135m-eagle3"))
+MLA = SHIPPED.with_name("smollm2-135m-mla-eagle3")
 
 
-def test_the_shipped_card_is_made_from_the_files_beside_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("draft", [SHIPPED, MLA], ids=lambda path: path.name)
+def test_the_shipped_card_is_made_from_the_files_beside_it(tmp_path: Path, draft: Path) -> None:
     copy = tmp_path / "draft"
-    shutil.copytree(SHIPPED, copy)
-    card.write_card(copy, (SHIPPED / "README.md").read_text().splitlines()[0].removeprefix("# "))
+    shutil.copytree(draft, copy)
+    card.write_card(copy, (draft / "README.md").read_text().splitlines()[0].removeprefix("# "))
     for name in ("README.md", "training.svg"):
-        assert (copy / name).read_text() == (SHIPPED / name).read_text()
-    result = json.loads((SHIPPED / "acceptance.json").read_text())
+        assert (copy / name).read_text() == (draft / name).read_text()
+    result = json.loads((draft / "acceptance.json").read_text())
     assert f"{result['overall']['mean_acceptance_length']['value']:.2f}" in (copy / "README.md").read_text()
 
 
@@ -40,13 +42,19 @@ def test_the_shipped_mla_card_is_made_from_the_recipe_beside_it(tmp_path: Path) 
     assert card.write_mla_card(recipe).read_text() == (folder / "README.md").read_text()
 
 
-def test_the_shipped_draft_is_small_enough_and_measured_as_it_is() -> None:
-    import hashlib
-
-    weights = SHIPPED / "model.safetensors"
+@pytest.mark.parametrize("draft", [SHIPPED, MLA], ids=lambda path: path.name)
+def test_the_shipped_draft_is_small_enough_and_measured_as_it_is(draft: Path) -> None:
+    weights = draft / "model.safetensors"
     assert weights.stat().st_size <= 22_000_000
-    measured = json.loads((SHIPPED / "acceptance.json").read_text())["provenance"]["weights"]["bf16"]["sha256"]["model.safetensors"]
+    measured = json.loads((draft / "acceptance.json").read_text())["provenance"]["weights"]["bf16"]["sha256"]["model.safetensors"]
     assert hashlib.sha256(weights.read_bytes()).hexdigest() == measured
+
+
+def test_the_mla_targets_draft_was_trained_from_the_other_on_the_shipped_conversion() -> None:
+    made = json.loads((MLA / "provenance.json").read_text())
+    (recipe,) = Path(str(assets() / "mla")).glob("*.safetensors")
+    assert made["mla"]["sha256"] == hashlib.sha256(recipe.read_bytes()).hexdigest()
+    assert made["start"]["sha256"] == hashlib.sha256((SHIPPED / "model.safetensors").read_bytes()).hexdigest()
 
 
 def test_curves_hold_every_series_and_point() -> None:
@@ -117,7 +125,10 @@ def test_a_healed_recipe_is_a_start(tiny_target: Path, healed: Path, tmp_path: P
     assert told["start"]["sha256"] == hashlib.sha256(healed.read_bytes()).hexdigest()
     assert told["whole"]["steps"] == 2
     assert told["heal"]["rank"] == 4, "what the start says of its own healing"
-    assert "3 steps" not in card.write_mla_card(output).read_text()
+    text = card.write_mla_card(output).read_text()
+    assert text.index("3 steps of\n192 tokens") < text.index("2 steps of\n192 tokens"), "both, for the start was healed as a whole, too"
+    assert "layer by layer |" not in text
+    assert "\n| the recipe that it began with |" in text
     cli.mla(tmp_path / "plain.safetensors", tiny_target, tmp_path / "plain", "cpu", tiny=True, heal=False)
     with pytest.raises(LabError, match="no correction"):
         cli.mla(tmp_path / "no.safetensors", tiny_target, tmp_path / "plain", "cpu", tiny=True, start=tmp_path / "plain.safetensors")
