@@ -226,7 +226,7 @@ class WholeHealing:
         torch.set_float32_matmul_precision("high")
         recent: list[Tensor] = []
         try:
-            if not self.step and plan.steps:
+            if not self.curve:
                 self.record([])
             while self.progress() < 1:
                 recent.append(self.train_step())

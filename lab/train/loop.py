@@ -176,9 +176,9 @@ class Trainer:
             self.corpora.append(Corpus(name, share, rest, kept, self.device))
         torch.manual_seed(plan.seed)
         earlier = None if start is None else Draft.load(start, target.shape)
-        kept = self.vocabulary(earlier)
-        shape = DraftShape(plan.levels or target.shape.default_levels(), len(kept), plan.intermediate)
-        self.draft = Draft(target.shape, shape, kept).to(self.device)
+        vocabulary = self.vocabulary(earlier)
+        shape = DraftShape(plan.levels or target.shape.default_levels(), len(vocabulary), plan.intermediate)
+        self.draft = Draft(target.shape, shape, vocabulary).to(self.device)
         sample = self.corpora[0].ids[:32].long()
         self.draft.start_from(target, target.features(sample, shape.levels)[0].flatten(0, 1))
         if earlier is not None:

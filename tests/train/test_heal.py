@@ -153,6 +153,11 @@ def whole(
     return heal_whole.WholeHealing(target, converted, healed[0], texts, plan, folder, lambda _line: None)
 
 
+def interrupted() -> torch.Tensor:
+    """The first step compiles for a minute, and somebody presses Ctrl-C."""
+    raise KeyboardInterrupt
+
+
 def test_balancing_changes_no_model(converted: list[mla.MlaWeights], healed: tuple) -> None:
     was, now = healed[0][1], heal_whole.balanced(healed[0][1])
     for before, after in zip(mla.corrected(converted[1], was), mla.corrected(converted[1], now), strict=True):
@@ -212,10 +217,15 @@ def test_an_interrupted_whole_run_ends_as_a_straight_one(
     straight = whole(target, converted, healed, texts, tmp_path / "straight", plan)
     assert straight.run()
     stopped = whole(target, converted, healed, texts, tmp_path / "stopped", plan)
+    stopped.train_step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stopped.run()
+    stopped = whole(target, converted, healed, texts, tmp_path / "stopped", plan)
     assert not stopped.run(budget=0)
     assert stopped.step == 1
     again = whole(target, converted, healed, texts, tmp_path / "stopped", plan)
     assert (again.step, again.run()) == (1, True)
+    assert [step for step, _ in again.curve] == [step for step, _ in straight.curve]
     for one, other in zip(again.parameters(), straight.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     with pytest.raises(LabError, match="other settings, start or text"):
