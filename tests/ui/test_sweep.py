@@ -95,7 +95,7 @@ def test_a_sweep_in_the_page(
     sync_api.expect(charts.nth(0)).to_have_attribute("aria-label", re.compile("MI355X"))
     # what the lab measured elsewhere, by name
     page.get_by_label("measured by us: smollm2-135m-instruct on NVIDIA H200, chat").check()
-    sync_api.expect(root).to_contain_text("smollm2-135m-instruct on NVIDIA H200")
+    sync_api.expect(page.locator(".e3-sweep-warnings")).to_contain_text("Measured on NVIDIA H200 by this project, 2026-12-01, vLLM 0.26.0")
     page.get_by_label("measured by us: smollm2-135m-instruct on NVIDIA H200, chat").uncheck()
     sync_api.expect(root).not_to_contain_text("NVIDIA H200")
     watched.fits()
