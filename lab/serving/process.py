@@ -73,12 +73,12 @@ def launcher() -> tuple[str, ...]:
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could bind `port` now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:  # a kernel without IPv6 has no such socket
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 

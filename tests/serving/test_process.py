@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -264,6 +265,18 @@ def test_the_log_of_a_server_that_lives_is_kept(local_recipe: Make, monkeypatch:
     process._log_file("newest")
     assert not server.log.exists()
     assert not newer.exists()
+
+
+def test_no_port_is_free_on_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ipv4(socket.socket):
+        def __init__(self, family: int) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family)
+
+    monkeypatch.setattr(socket, "socket", Ipv4)
+    assert process.port_is_free(0)
+    assert not process.port_is_free(0, "::1")
 
 
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
