@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.errors import LabError
 from lab.train.mla import LATENT, LayerRecipe, MlaWeights, convert, load, mla_attention, rotate_interleaved
 from lab.train.target import Decoder, Layer, Target, rms_norm
 
@@ -41,9 +40,8 @@ class MlaTarget(Target):
 
         Raises `LabError` for a recipe of another model.
         """
-        exact, made = Target.load(folder, "cpu", torch.float32), load(recipe)
-        if len(made) != len(exact.layers):
-            raise LabError(f"{recipe.name} converts a model of {len(made)} layers; the target has {len(exact.layers)}.")
+        exact = Target.load(folder, "cpu", torch.float32)
+        made = load(recipe, exact.shape)
         weights = [convert(exact.shape, layer, one).to(device, dtype) for layer, one in zip(exact.layers, made, strict=True)]
         return cls(Target.load(folder, device, dtype), weights)
 

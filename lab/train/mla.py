@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -112,19 +113,21 @@ def save(path: Path, layers: list[LayerRecipe], about: Mapping[str, str]) -> Non
     save_file(tensors, path, metadata=dict(about))
 
 
-def load(path: Path) -> list[LayerRecipe]:
-    """Read what `save` wrote; raises `LabError` for a file that holds something else."""
-    tensors = load_file(path)
+def load(path: Path, of: LlamaShape | None = None) -> list[LayerRecipe]:
+    """Read what `save` wrote; raises `LabError` for a file that holds something else, or converts a model of other depth than `of`."""
     try:
+        tensors = load_file(path)
         count = 1 + max(int(name.partition(".")[0]) for name in tensors)
         layers = []
         for index in range(count):
             before = f"{index}.{HEALED}"
             healed = {name.removeprefix(before): tensor for name, tensor in tensors.items() if name.startswith(before)}
             layers.append(LayerRecipe(**{name: tensors[f"{index}.{name}"] for name in FIELDS}, correction=unpacked(healed)))
-        return layers
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, SafetensorError) as error:
         raise LabError(f"{path.name} is no conversion recipe.", why=f"{type(error).__name__}: {error}.") from error
+    if of is not None and count != of.layers:
+        raise LabError(f"{path.name} converts a model of {count} layers; the target has {of.layers}.")
+    return layers
 
 
 def split(shape: LlamaShape, qkv_XH: Tensor) -> tuple[Tensor, Tensor, Tensor]:

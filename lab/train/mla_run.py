@@ -151,9 +151,7 @@ def first_stage(run: Run, plan: MlaPlan) -> list[LayerRecipe]:
 
 def from_recipe(run: Run, start: Path) -> list[LayerRecipe]:
     """The layers of a recipe that is there already, and what it says of its healing. Raises `LabError` for one of another model."""
-    layers = conversion.load(start)
-    if len(layers) != len(run.exact.layers):
-        raise LabError(f"{start.name} converts a model of {len(layers)} layers; the target has {len(run.exact.layers)}.")
+    layers = conversion.load(start, run.exact.shape)
     with safe_open(start, "pt") as file:
         told = json.loads((file.metadata() or {}).get("eagle3_lab", "{}"))
     run.about |= {key: told[key] for key in ("heal", "rows", "device", "layer_errors") if key in told}

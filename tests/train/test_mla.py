@@ -144,5 +144,7 @@ def test_recipes_are_read_as_written(layers: list[mla.LayerRecipe], tmp_path: Pa
         for name in mla.FIELDS:
             np.testing.assert_array_equal(getattr(written, name).numpy(), getattr(read, name).numpy())
     save_file({"something": torch.zeros(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(LabError, match="no conversion recipe"):
-        mla.load(tmp_path / "other.safetensors")
+    (tmp_path / "README.md").write_text("# no tensors at all\n")
+    for name in ("other.safetensors", "README.md"):
+        with pytest.raises(LabError, match="no conversion recipe"):
+            mla.load(tmp_path / name)
