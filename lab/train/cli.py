@@ -283,6 +283,8 @@ def mla(
     plan = mla_run.mla_plan(place, tiny)
     whole = replace(plan.whole, steps=plan.whole.steps if steps is None else steps, seconds=seconds, rate=plan.whole.rate * rate)
     plan = replace(plan, whole=whole) if heal else replace(plan, layer_wise=None, whole=replace(whole, steps=0))
+    if start and heal and steps is None and not plan.whole.steps:
+        raise LabError("On a CPU the whole model is healed for as many steps as are asked for only.", todo="Name them with --steps.")
     run = mla_run.Run(model, folder, _work(work), place, _device_name(place), _say)
     if mla_run.make(run, plan, output, start, budget):
         _say(f"The recipe is in {output}.")

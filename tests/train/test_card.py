@@ -129,6 +129,8 @@ def test_a_healed_recipe_is_a_start(tiny_target: Path, healed: Path, tmp_path: P
     assert text.index("3 steps of\n192 tokens") < text.index("2 steps of\n192 tokens"), "both, for the start was healed as a whole, too"
     assert "layer by layer |" not in text
     assert "\n| the recipe that it began with |" in text
+    with pytest.raises(LabError, match="as many steps as are asked for"):
+        cli.mla(tmp_path / "same.safetensors", tiny_target, tmp_path / "work", "cpu", start=healed)
     cli.mla(tmp_path / "plain.safetensors", tiny_target, tmp_path / "plain", "cpu", tiny=True, heal=False)
     with pytest.raises(LabError, match="no correction"):
         cli.mla(tmp_path / "no.safetensors", tiny_target, tmp_path / "plain", "cpu", tiny=True, start=tmp_path / "plain.safetensors")
