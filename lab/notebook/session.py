@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, cast
 
 from lab import checkpoints, env, recipes
@@ -107,9 +106,10 @@ class Bench:
         self, lanes: Sequence[Lane], sizes: str, concurrencies: Sequence[int], *, prompts_per: int = 2, warm_ups_per: int = 1
     ) -> Sweep:
         """A small sweep by vLLM's own client: `sizes` such as "64/48" (input/output tokens), `prompts_per` requests for each of the
-        `concurrencies`. Raises `LabError` where a cell was not measured. What an earlier run of the same sweep measured is not used."""
+        `concurrencies`. Raises `LabError` where a cell was not measured. What an earlier run of the same sweep measured is not used; its
+        files go with the kernel."""
         plan = Plan(tuple(lanes), tuple(lengths(sizes)), tuple(concurrencies), (0,), prompts_per, warm_ups_per, loops=False)
-        found = prepare(plan, Path(mkdtemp(prefix="eagle3-sweep-")), results=env.cache_dir() / "results")
+        found = prepare(plan, env.scratch_until_exit(), results=env.cache_dir() / "results")
         await run(found, self.engines)
         if failed := [row for row in found.rows if row.state != "done"]:
             raise LabError(f"{failed[0].cell.label} was not measured.", why=failed[0].reason, todo="Run the cell again.")

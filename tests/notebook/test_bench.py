@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Client
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lab import notebook, recipes
+from lab import env, notebook, recipes
 from lab.errors import LabError
-from lab.notebook import display
+from lab.notebook import display, session
 from lab.notebook.broker import SETTING, SharedLanes, lanes, shared
 from lab.plots import grouped
 from lab.serving.command import Lane
@@ -122,6 +124,20 @@ def request() -> Request:
         kept=2,
     )
     return Request(trace="t", lane=HOSTILE, prompt=HOSTILE, steps=[step], pieces=pieces, text=HOSTILE, settings={"k": 2})
+
+
+def test_a_sweeps_files_go_with_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is one of the lab's temporary ones, which test_env.py follows to their end."""
+
+    def prepare(_plan: object, folder: Path, **_more: object) -> None:
+        assert folder.parent == tmp_path
+        assert (folder / env.LOCK).exists()
+        raise LabError("seen")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(session, "prepare", prepare)
+    with pytest.raises(LabError, match="seen"):
+        asyncio.run(notebook.start().sweep([LANE], "8/8", [1]))
 
 
 def test_things_draw_themselves_and_nothing_in_them_runs() -> None:
