@@ -201,6 +201,26 @@ def test_measured_numbers_have_their_place() -> None:
     assert re.search(r"^<!-- results -->\n.+?^<!-- /results -->$", text("README.md"), flags=re.M | re.S)
 
 
+def test_the_tables_say_what_the_shipped_sweep_holds() -> None:
+    """Numbers in the README and in docs/measured.md against the rows that were measured, and the published ones against their files."""
+    from lab.bench import overlay, published, reports
+
+    said = {name: text(name) for name in ("README.md", "docs/measured.md")}
+    for name, rows in reports.sweeps().items():
+        groups = {group.kind: group for group in overlay.groups(rows)}
+        for kind in ("bf16", "fp8"):
+            cells = [f"{spot.y:.2f}x [{spot.low:.2f}, {spot.high:.2f}]" for spot in overlay.speed_up(groups[kind], groups["none"])]
+            assert len(cells) == 6
+            for where, words in said.items():
+                assert " | ".join(cells) in words.replace("**", ""), f"{name}, {kind}, in {where}"
+        speeds = " | ".join(f"{spot.y:,.0f}" for spot in overlay.throughput(groups["none"]))
+        assert speeds in said["docs/measured.md"], name
+    for table in published.tables().values():
+        for series in table.series:
+            printed = [f"*{point.speedup:.2f}x*" for point in series.points if point.speedup is not None]
+            assert " | ".join(printed) in said["README.md"], f"{table.name}, {series.label}"
+
+
 def recipe_row(name: str) -> str:
     """A recipe's row in docs/recipes.md."""
     from lab import recipes
