@@ -21,6 +21,8 @@ SCRIPT = """
 import os, pathlib, select, socket, sys, time
 told = pathlib.Path(__file__).with_name("told")
 what = told.read_text() if told.exists() else "answer"
+with told.with_name("keys").open("a") as file:
+    print(os.environ.get("OPENAI_API_KEY"), file=file)
 told.unlink(missing_ok=True)
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(sys.argv[2])
@@ -74,6 +76,19 @@ def test_a_client_that_breaks_off_is_replaced(asked: Asked, what: str) -> None:
     first, second = asked(what)
     assert "vLLM's benchmark client failed (exit code " in first
     assert second == ""
+
+
+@pytest.mark.usefixtures("asked")
+def test_another_environment_is_another_client(tmp_path: Path) -> None:
+    """A key, for instance: a client that is there keeps the one that it was started with."""
+
+    async def three() -> None:
+        async with client.Worker() as worker:
+            for key in ("one", "one", "two"):
+                await worker.run(["--word"], {**os.environ, "OPENAI_API_KEY": key}, tmp_path / "log")
+
+    asyncio.run(asyncio.wait_for(three(), 120))
+    assert (tmp_path / "keys").read_text().split() == ["one", "two"]
 
 
 def test_a_long_name_of_the_temporary_folder_is_no_obstacle(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
