@@ -227,16 +227,19 @@ def test_cells_that_fail_or_are_refused_fail_their_stage(tmp_path: Path, fake_vl
     settings = small(together=True, concurrencies=(1, 2, 64))
     work = stages.Stages(settings, tmp_path, fake_vllm, lambda _text: None)
     one, two, many = (stage for stage in plan.stages(settings) if stage.kind == "sweep")
-    said = asyncio.run(work(one))
-    assert said.startswith("Output tok/s for each machine: ")
-    assert "Baseline, eager 100.0" in said
-    assert "Eagle3 FP8, K=3, eager 160.0" in said
-    assert len(list((tmp_path / "sweep").glob("agg_*.json"))) == 3
-    fake_vllm.fail = {2: "boom"}
-    with pytest.raises(LabError, match="3 of 3 cells failed") as failed:
-        asyncio.run(work(two))
-    assert "boom" in failed.value.why
-    with pytest.raises(LabError, match="Nothing could be measured") as refused:
-        asyncio.run(work(many))
-    assert "max-num-seqs" in refused.value.why
+    with asyncio.Runner() as loop:  # one for all stages, as the command has it: they share a client
+        said = loop.run(work(one))
+        assert said.startswith("Output tok/s for each machine: ")
+        assert "Baseline, eager 100.0" in said
+        assert "Eagle3 FP8, K=3, eager 160.0" in said
+        assert len(list((tmp_path / "sweep").glob("agg_*.json"))) == 3
+        fake_vllm.fail = {2: "boom"}
+        with pytest.raises(LabError, match="3 of 3 cells failed") as failed:
+            loop.run(work(two))
+        assert "boom" in failed.value.why
+        with pytest.raises(LabError, match="Nothing could be measured") as refused:
+            loop.run(work(many))
+        assert "max-num-seqs" in refused.value.why
+        loop.run(work.close())
+    assert len({load["pid"] for load in fake_vllm.loads}) == 1
     assert len(report.results(tmp_path)[0]) == 3, "what was measured is kept"
