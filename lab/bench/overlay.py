@@ -220,6 +220,7 @@ def _facts(row: Row) -> dict[str, Any]:
         "temperature": own(row, "temperature"),
         "end-of-sequence ignored": own(row, "ignore_eos"),
         "prompts for each request in flight": settings.get("prompts_per_concurrency"),
+        "prompts at least": settings.get("least_prompts"),
         "warm-ups for each request in flight": settings.get("warmups_per_concurrency"),
         "shortest length": own(row, "range_low"),
         "the lab's revision": origin.get("revision"),

@@ -5,6 +5,7 @@ A shipped result is shown with its name and provenance, never as if it had been 
 
 from __future__ import annotations
 
+import functools
 import json
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -61,8 +62,9 @@ def sweeps() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@functools.cache
 def control() -> str:
-    """What the control draft showed, in a sentence; "" where its duel is not shipped."""
+    """What the control draft showed, in a sentence; "" where its duel is not shipped. Read once: a running duel asks at every picture."""
     path = assets() / "measured" / CONTROL
     if not path.is_file():
         return ""

@@ -32,6 +32,7 @@ from torch import Tensor
 from lab import provenance
 from lab.errors import LabError
 from lab.train.heal import PROJECTIONS, attended
+from lab.train.loop import turn_of
 from lab.train.mla import MlaWeights, corrected, packed, unpacked
 from lab.train.target import Layer, Target, rms_norm
 
@@ -42,7 +43,7 @@ Correction = Mapping[str, Tensor]
 class WholePlan:
     """Settings of a run; two runs with equal plans, starts and texts are the same run."""
 
-    #: 0: no such stage.
+    #: 0: no such stage (`mla_run` leaves it out).
     steps: int = 1600
     #: The rate has fallen to zero after so many seconds, compiling included, even if steps are left; 0: however long they take.
     seconds: float = 0.0
@@ -191,15 +192,12 @@ class WholeHealing:
     def progress(self) -> float:
         """How much of the run is over, 0 to 1: of its steps or of its time, whichever is more."""
         timed = self.seconds / self.plan.seconds if self.plan.seconds else 0.0
-        return max(self.step / self.plan.steps, timed) if self.plan.steps else 1.0
+        return max(self.step / self.plan.steps, timed)
 
     def draw(self) -> Tensor:
         """The rows of this step: texts take turns by their shares, every pass over one is a permutation of its own."""
-        point = (self.step + 0.5) * 0.6180339887498949 % 1.0 * sum(share for _, _, share in self.texts)
-        for index, (ids, _, share) in enumerate(self.texts):  # noqa: B007 - the last one also takes what rounding leaves
-            point -= share
-            if point < 0:
-                break
+        index = turn_of(self.step + 0.5, [share for _, _, share in self.texts])
+        ids = self.texts[index][0]
         count = self.rows(ids)
         turn, place = divmod(self.step, len(ids) // count)
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed((self.plan.seed * 1000 + index) * 100_003 + turn))

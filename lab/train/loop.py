@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,16 @@ def replay(hit_JT: np.ndarray, counted_T: np.ndarray, k: int) -> tuple[int, int]
             taken += 1
         drafts, accepted, column = drafts + 1, accepted + taken, column + taken + 1
     return drafts, accepted
+
+
+def turn_of(point: float, shares: Sequence[float]) -> int:
+    """Whose turn a step is: `shares` spread evenly over successive points (a golden-ratio sequence)."""
+    left = point * 0.6180339887498949 % 1.0 * sum(shares)
+    for index, share in enumerate(shares):
+        left -= share
+        if left < 0:
+            return index
+    return len(shares) - 1  # what rounding leaves
 
 
 @dataclass
@@ -258,13 +268,8 @@ class Trainer:
         return min(1.0, (self.step + 1) / plan.warmup) * cooling, (1 - cooling) * plan.greedy_weight
 
     def pick_corpus(self, step: int) -> Corpus:
-        """Which corpus a step reads: shares spread evenly over the steps (a golden-ratio sequence)."""
-        point = step * 0.6180339887498949 % 1.0 * sum(corpus.share for corpus in self.corpora)
-        for corpus in self.corpora:
-            point -= corpus.share
-            if point < 0:
-                return corpus
-        return self.corpora[-1]
+        """Which corpus a step reads."""
+        return self.corpora[turn_of(step, [corpus.share for corpus in self.corpora])]
 
     def train_step(self) -> Tensor:
         """One optimiser step; returns the losses [J] (on the device, detached)."""
