@@ -37,6 +37,15 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "eagle3-lab"
 
 
+def listed(folder: Path, pattern: str) -> list[tuple[Path, os.stat_result]]:
+    """The files that match, with their state, by name. The cache is shared: what another process takes away meanwhile is left out."""
+    found = []
+    for path in sorted(folder.glob(pattern)):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path, path.stat()))
+    return found
+
+
 def socket_folder() -> str:
     """The folder for temporary sockets, or for folders of them: a socket's path has at most 107 characters."""
     return tempfile.gettempdir() if len(tempfile.gettempdir()) <= 60 else "/tmp"

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from types import TracebackType
 
 import httpx
 
-from lab.env import cache_dir, socket_folder
+from lab.env import cache_dir, listed, socket_folder
 from lab.errors import LabError, missing_dependency
 from lab.recipes.model import Hub
 from lab.serving import guard, log
@@ -112,26 +113,30 @@ def _in_use(path: Path) -> bool:
     return False
 
 
+def _tidy(folder: Path) -> None:
+    """Make room for one more log. Nobody waits for it: what cannot be removed, or is gone already, is left to the next start."""
+    logs = sorted(listed(folder, "*.log"), key=lambda one: one[1].st_mtime)
+    for old, _ in logs[: max(0, len(logs) - KEEP_LOGS + 1)]:
+        if not _in_use(old):
+            with contextlib.suppress(OSError):
+                old.unlink()
+
+
 def _log_file(name: str) -> Path:
     folder = cache_dir() / "logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
-        for old in logs[: max(0, len(logs) - KEEP_LOGS + 1)]:
-            if not _in_use(old):
-                old.unlink(missing_ok=True)
-        path = (
-            folder
-            / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{random.randrange(1000):03}.log"
-        )
-        path.touch(exist_ok=False)
+        _tidy(folder)
+        prefix = f"{re.sub(r'[^A-Za-z0-9.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-"
+        handle, path = tempfile.mkstemp(dir=folder, prefix=prefix, suffix=".log")
+        os.close(handle)
     except OSError as error:
         raise LabError(
             f"The log folder {folder} cannot be written.",
             why=error.strerror or str(error),
             todo="Free some disk space, or point EAGLE3_LAB_CACHE at a folder that you may write to.",
         ) from error
-    return path
+    return Path(path)
 
 
 class Server:

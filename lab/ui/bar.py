@@ -12,6 +12,7 @@ from typing import Any
 import gradio as gr
 
 from lab import checkpoints
+from lab.env import listed
 from lab.recipes.model import Hub, Recipe
 
 #: Prompts by kind, tried on the smallest target: it answers the first three well, and does what it can in French.
@@ -28,8 +29,7 @@ def memory_words(recipe: Recipe) -> str:
     """The draft switch's label, with the size of each draft's weights as they lie on the disk; the embeddings are the target's."""
     parts = []
     for name, draft in recipe.drafts.items():
-        folder = Path(checkpoints.location(draft))
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
+        size = sum(state.st_size for _, state in listed(Path(checkpoints.location(draft)), "*.safetensors"))
         absent = "on the hub" if isinstance(draft.weights, Hub) else "not made yet"
         parts.append(f"{DRAFT_NAMES.get(name, name)} {f'{size / 1e6:.1f} MB' if size else absent}")
     return f"Draft ({', '.join(parts)})" if parts else "Draft"

@@ -56,8 +56,8 @@ class Why:
 def stored() -> dict[str, Path]:
     """Results by a name for people: shipped ones, then those in the cache, the newest first."""
     shipped = sorted(Path(str(env.assets() / "measured")).glob("*cost*.json"))
-    own = sorted((env.cache_dir() / "results").glob("cost-*.json"), key=lambda path: -path.stat().st_mtime)[:20]
-    return {**{f"shipped: {path.stem}": path for path in shipped}, **{f"yours: {path.stem}": path for path in own}}
+    own = sorted(env.listed(env.cache_dir() / "results", "cost-*.json"), key=lambda one: -one[1].st_mtime)[:20]
+    return {**{f"shipped: {path.stem}": path for path in shipped}, **{f"yours: {path.stem}": path for path, _ in own}}
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
 import os
@@ -251,6 +252,22 @@ def test_nobody_holds_the_log_but_the_servers_own_group(local_recipe: Make) -> N
             time.sleep(0.1)
         assert server._guard.pid in holders(server.log)
         assert holders(server.log) <= set(guard.members(server._guard.pid))
+
+
+def test_servers_that_start_at_once_tidy_the_same_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each meets logs that another has just thrown away, as two processes with one cache do."""
+    monkeypatch.setattr(process, "KEEP_LOGS", 2)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(process._log_file, ["a"] * 200))
+    assert len(set(paths)) == 200
+    assert len(list((cache / "logs").iterdir())) < 20
+
+
+def test_an_old_log_that_cannot_be_removed_stops_no_start(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "KEEP_LOGS", 1)
+    (cache / "logs" / "a-folder.log").mkdir(parents=True)
+    assert process._log_file("new").exists()
+    assert (cache / "logs" / "a-folder.log").exists()
 
 
 @pytest.mark.usefixtures("cache")
