@@ -258,7 +258,8 @@ def choose(model: Model, tau: Mapping[int, float], batches: Sequence[int], conte
 def schedule(choices: Sequence[Choice], largest: int) -> list[list[int]]:
     """The choices as vLLM's `num_speculative_tokens_per_batch_size`: `[first, last, K]`, from batch size 1 to `largest` without a gap.
 
-    A batch size between two of the choices takes the smaller one's K; those beyond the last take the last one's.
+    A batch size between two of the choices takes the smaller one's K; those below the first and beyond the
+    last take the nearest one's.
     """
     ordered = sorted(choices, key=lambda one: one.requests)
     ranges: list[list[int]] = []

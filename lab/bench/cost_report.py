@@ -247,7 +247,7 @@ def _choice(summary: dict[str, Any]) -> str:
         import json
 
         text.append(f"K by batch size, for --speculative-config: {json.dumps(summary['schedule'])}")
-        text.append("Batch sizes beyond the largest one measured take its K." + _taken(summary["schedule_taken"]))
+        text.append("Batch sizes beyond those measured, on either side, take the nearest one's K." + _taken(summary["schedule_taken"]))
     return "\n".join(text)
 
 

@@ -28,7 +28,7 @@ from types import TracebackType
 import httpx
 
 from lab.env import cache_dir, listed, socket_folder
-from lab.errors import LabError, missing_dependency
+from lab.errors import LabError, disk_error, missing_dependency
 from lab.recipes.model import Hub
 from lab.serving import guard, log
 from lab.serving.command import MODULE, Command, Lane, command
@@ -131,11 +131,7 @@ def _log_file(name: str) -> Path:
         handle, path = tempfile.mkstemp(dir=folder, prefix=prefix, suffix=".log")
         os.close(handle)
     except OSError as error:
-        raise LabError(
-            f"The log folder {folder} cannot be written.",
-            why=error.strerror or str(error),
-            todo="Free some disk space, or point EAGLE3_LAB_CACHE at a folder that you may write to.",
-        ) from error
+        raise disk_error(error, folder) from error
     return Path(path)
 
 

@@ -218,7 +218,7 @@ def test_another_program_on_the_port_is_not_taken_for_the_engine(local_recipe: M
 
 def test_a_cache_that_cannot_be_written(local_recipe: Make, cache: Path) -> None:
     cache.write_text("a file, not a folder")
-    with pytest.raises(LabError, match="log folder"):
+    with pytest.raises(LabError, match="logs cannot be written"):
         start(local_recipe())
 
 
