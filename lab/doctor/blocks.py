@@ -68,6 +68,7 @@ BACKENDS = {
         Backend("ROCM_AITER_MLA before #39616", (1,), True, "", "vLLM up to 0.19: single-token pages only"),
         Backend("TRITON_MLA", (Multiple(16),), True, f"{_HERE}.mla.triton_mla.TritonMLABackend"),
         Backend("CPU_MLA", (16,), True, f"{_HERE}.mla.cpu_mla.CPUMLABackend", "the CPU's reference kernel"),
+        Backend("AMX_MLA", (Multiple(32),), True, f"{_HERE}.mla.amx_mla.AMXMLABackend", "vLLM's choice on a CPU with AMX"),
         Backend(
             "CPU_MLA with the lab's plugin", (Multiple(16),), True, "lab.vllm_plugin.cpu_mla_backend.SharedBlocksMLABackend",
             "the block table is expanded: EAGLE3_LAB_CPU_MLA=1"

@@ -15,7 +15,7 @@ SPECULATIVE = "config/speculative.py:SpeculativeConfig"
 #: Attention backends by platform, of names that people put on command lines.
 ROCM_ONLY = ("ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "ROCM_AITER_MLA_SPARSE")
 CUDA_ONLY = ("FLASHINFER", "FLASHINFER_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "XFORMERS")
-CPU_ONLY = ("CPU_ATTN", "CPU_MLA", "TORCH_SDPA")
+CPU_ONLY = ("CPU_ATTN", "CPU_MLA", "AMX_MLA", "TORCH_SDPA")
 
 
 @rule(

@@ -181,6 +181,11 @@ class Subject:
         return self.environment.get("EAGLE3_LAB_CPU_MLA") == "1" and (named is None or "eagle3_lab" in named.split(","))
 
     @property
+    def amx_mla(self) -> bool:
+        """Whether vLLM takes its MLA backend for AMX on this processor: whatever was named, but for CPU_MLA."""
+        return self.cpu and self.mla and "amx_tile" in self.machine.cpu_flags and self.named_backend != "CPU_MLA"
+
+    @property
     def kv_dtype(self) -> str:
         """The KV cache's type as asked for."""
         return self.line.text("kv-cache-dtype", "auto")
@@ -204,12 +209,14 @@ class Subject:
     @property
     def target_backend(self) -> Backend | None:
         """The target's backend: the one named, else what vLLM 0.32's platform code chooses; None where that is not known."""
+        if self.cpu and self.mla:
+            return self._known("AMX_MLA" if self.amx_mla else "CPU_MLA")
         if self.named_backend:
             return self._known(self.named_backend)
         if not self.target_text:
             return None
         if self.cpu:
-            return self._known("CPU_MLA" if self.mla else "CPU_ATTN")
+            return self._known("CPU_ATTN")
         if self.rocm:
             if self.mla:
                 return self._known("ROCM_AITER_MLA") if self.aiter and self.on("VLLM_ROCM_USE_AITER_MLA", True) else BACKENDS["TRITON_MLA"]
@@ -241,10 +248,12 @@ class Subject:
 
     @property
     def block_size(self) -> int:
-        """Tokens a block of the KV cache: as asked for, else vLLM's default (16; on a CPU 128, with latents 16)."""
+        """Tokens a block of the KV cache: as asked for, else vLLM's default (16; on a CPU 128, with latents 16 but for AMX)."""
         asked = self.line.number("block-size")
         if self.cpu:
-            return 16 if self.mla and not self.shared_blocks else asked or (32 if self.mla else 128)
+            if self.mla and not self.amx_mla:
+                return asked or 32 if self.shared_blocks else 16
+            return asked or 128
         return asked or 16
 
     @property

@@ -177,21 +177,25 @@ def whole_healing(made: dict[str, Any]) -> str:
 
 def write_mla_card(recipe: Path) -> Path:
     """Write `README.md` beside a conversion's recipe (a file of `eagle3-lab train mla`) from what the file says of itself."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(recipe, "pt") as file:
-        origin = json.loads((file.metadata() or {}).get("eagle3_lab", "null"))
+    try:
+        with safe_open(recipe, "pt") as file:
+            origin = json.loads((file.metadata() or {}).get("eagle3_lab", "null"))
+    except (SafetensorError, ValueError) as error:
+        raise LabError(f"{recipe} is no conversion recipe.", why=f"{type(error).__name__}: {error}.") from error
     if not origin or "mla-test" not in origin:
         raise LabError(f"{recipe} does not say how it was measured.", todo="Make it with: eagle3-lab train mla")
-    rows = [("converted, not healed", origin["conversion"], 512)] if "heal" in origin else []
+    short, long = (origin["texts"][name]["length"] for name in ("mla-test", "mla-long"))
+    rows = [("converted, not healed", origin["conversion"], short)] if "heal" in origin else []
     state = "converted and healed" if "heal" in origin else "converted, not healed"
     before = origin.get("start", {}).get("whole", [])  # of the recipe that this one began with, if it was healed as a whole already
     wholes = [*before, *([origin["whole"]] if "whole" in origin else ())]
     if "whole" in origin:
-        rows.append(("the recipe that it began with" if before else "converted, healed layer by layer", origin["whole"]["before"], 512))
+        rows.append(("the recipe that it began with" if before else "converted, healed layer by layer", origin["whole"]["before"], short))
     if wholes:
         state += " as a whole"
-    rows += [(state, origin["mla-test"], 512), (state, origin["mla-long"], 2048)]
+    rows += [(state, origin["mla-test"], short), (state, origin["mla-long"], long)]
     names = ("model", "contexts to", "held-out tokens", "top-1 agreement", "KL, nats", "loss of the original", "its own loss")
     table = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     table += [

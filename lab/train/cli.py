@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lab import env, provenance
-from lab.errors import LabError, require
+from lab.errors import LabError, disk_error, require
 
 if TYPE_CHECKING:
     from lab.train.corpus import CorpusPlan
@@ -45,6 +45,8 @@ Levels = Annotated[
     list[str] | None,
     typer.Option("--level", help="What the draft sees: low, middle, high (or last, the same), or a layer's number (default: all three)."),
 ]
+#: What a working folder of another target holds.
+OTHERS = "the corpora and the runs"
 
 
 def _say(line: str) -> None:
@@ -151,11 +153,14 @@ def corpus(
 ) -> None:
     """Let the target write the corpora: requests and answers, in shards; finished shards are kept."""
     from lab.train.corpus import write_corpus
+    from lab.train.state import DRAFT_TARGET, same_target
 
     plans = corpus_plans(tiny, latent=mla is not None)
     wanted = _chosen(only, [plan.name for plan in plans])
     model, tokenizer = _target(target, _device(device), mla)
-    place = _work(work, mla) / "corpus"
+    home = _work(work, mla)
+    same_target(home / DRAFT_TARGET, tokenizer, OTHERS)
+    place = home / "corpus"
     begin = time.monotonic()
     for plan in plans:
         if plan.name not in wanted:
@@ -186,7 +191,9 @@ def draft(
 
     With `--mla` and `--start` the earlier draft's vocabulary is kept as it is.
     """
+    from lab.train.corpus import plan_of
     from lab.train.loop import Trainer
+    from lab.train.state import DRAFT_TARGET, same_target
 
     if output.exists():
         raise LabError(f"{output} exists already.", todo="Choose another folder, or remove it.")
@@ -200,6 +207,8 @@ def draft(
     if mla and start:
         plan = replace(plan, vocab=0)
     home = _work(work, mla)
+    written = [plan_of(home / "corpus", name) for name, _ in plan.corpora]
+    same_target(home / DRAFT_TARGET, folder, OTHERS)
     chosen = [name for name, _ in plan.corpora] if only else []
     run = home / "-".join(["run", *map(str, layers), *chosen, *([f"{steps}-steps"] if steps else [])])
     trainer = Trainer(plan, model, home / "corpus", run, _say, start)
@@ -211,7 +220,7 @@ def draft(
         device=_device_name(place),
         coverage=trainer.coverage,
         corpus_tokens=int(sum(part.ids.numel() for part in trainer.corpora)),
-        corpus=[json.loads((home / "corpus" / f"{name}.json").read_text())["plan"] for name, _ in plan.corpora],
+        corpus=written,
         **({"mla": {"recipe": mla.name, "sha256": sha256(mla)}} if mla else {}),
         **({} if start is None else {"start": _origin(start, trainer.start)}),
     )
@@ -220,7 +229,7 @@ def draft(
 
 
 def _finish(trainer: Trainer, run: Path, output: Path, made: dict[str, Any]) -> None:
-    """Write the checkpoint beside its final place and move it there whole."""
+    """Write the checkpoint beside its final place and move it there whole; raises `LabError` for a full disk."""
     from lab.train.card import write_card
 
     half = output.with_name(output.name + ".tmp-export")
@@ -231,6 +240,8 @@ def _finish(trainer: Trainer, run: Path, output: Path, made: dict[str, Any]) -> 
         provenance.write_text(half / "provenance.json", json.dumps(made, indent=1) + "\n")
         write_card(half, f"Eagle3 draft for {made['target']}" + (" in MLA form" if "mla" in made else ""))
         half.rename(output)
+    except OSError as error:
+        raise disk_error(error, output, instead="name a folder on another disk with --output") from error
     finally:
         shutil.rmtree(half, ignore_errors=True)
 

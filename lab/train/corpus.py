@@ -13,11 +13,13 @@ seed and its index, existing shards are skipped, and files appear whole or not a
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from torch import Tensor
 from lab import provenance
 from lab.errors import LabError
 from lab.train import openings
+from lab.train.state import another, keep, reading
 from lab.train.target import Decoder, Target
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -210,16 +213,15 @@ def write_rows(
 def write_corpus(
     target: Target, folder: Path, tokenizer: Path, plan: CorpusPlan, say: Callable[[str], None], budget: float | None = None
 ) -> list[Path]:
-    """Write the shards of `plan` that are missing in `folder`; returns all that exist. Stops early after `budget` seconds."""
+    """Write the shards of `plan` that are missing in `folder`; returns all that exist. Stops early after `budget` seconds.
+
+    Raises `LabError` for a corpus with other settings, a damaged description, and a full disk. Whose text it is, the caller makes sure of.
+    """
     template = Template.build(tokenizer)
-    folder.mkdir(parents=True, exist_ok=True)
     described = folder / f"{plan.name}.json"
-    if described.exists() and json.loads(described.read_text())["plan"] != json.loads(json.dumps(asdict(plan))):
-        raise LabError(
-            f"{folder} holds a corpus '{plan.name}' that was written with other settings.",
-            todo="Choose another folder, or delete this one to start again.",
-        )
-    provenance.write_text(described, json.dumps(provenance.collect(plan=asdict(plan)), indent=1))
+    if described.exists() and plan_of(folder, plan.name) != json.loads(json.dumps(asdict(plan))):
+        raise another(folder, f"a corpus '{plan.name}' that was written with other settings")
+    keep(described, json.dumps(provenance.collect(plan=asdict(plan)), indent=1).encode())
     begin, paths = time.monotonic(), []
     decoder: Decoder | None = None
     pick: Callable[..., Tensor] = choose
@@ -241,10 +243,24 @@ def write_corpus(
                     say(f"corpus {plan.name} {index + 1}/{plan.shards}: position {position + 1}/{plan.length}, {rate:,.0f} tok/s")
 
             ids, answer, warmth = write_rows(decoder, pick, plan, template, index, tick)
-            with provenance.atomic_path(path) as temporary, temporary.open("wb") as file:
-                np.savez_compressed(file, ids=ids.cpu().numpy().astype(np.uint16), answer=answer.cpu().numpy(), warmth=warmth.cpu().numpy())
+            content = io.BytesIO()
+            np.savez_compressed(content, ids=ids.cpu().numpy().astype(np.uint16), answer=answer.cpu().numpy(), warmth=warmth.cpu().numpy())
+            keep(path, content.getbuffer())
         paths.append(path)
     return paths
+
+
+def plan_of(folder: Path, name: str) -> dict[str, Any]:
+    """The settings that the corpus `name` in `folder` was written with; raises `LabError` for a corpus that is not there or damaged."""
+    described = folder / f"{name}.json"
+    if not described.exists():
+        raise _no_corpus(folder, name)
+    with reading(described):
+        return dict(json.loads(described.read_text())["plan"])
+
+
+def _no_corpus(folder: Path, name: str) -> LabError:
+    return LabError(f"There is no corpus '{name}' in {folder}.", todo="Write it first: eagle3-lab train corpus")
 
 
 @dataclass(frozen=True)
@@ -260,10 +276,10 @@ class Rows:
         """All shards of the corpus `name` in `folder`, in order."""
         paths = sorted(folder.glob(f"{name}-[0-9][0-9][0-9].npz"))
         if not paths:
-            raise LabError(f"There is no corpus '{name}' in {folder}.", todo="Write it first: eagle3-lab train corpus")
+            raise _no_corpus(folder, name)
         shards = []
         for path in paths:
-            with np.load(path) as shard:
+            with reading(path), np.load(path) as shard:
                 shards.append((shard["ids"], shard["answer"], shard["warmth"]))
         return cls(*(np.concatenate(parts) for parts in zip(*shards, strict=True)))
 

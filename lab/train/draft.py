@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as in_bytes
 from torch import Tensor, nn
 
 from lab.errors import LabError
@@ -162,7 +163,8 @@ class Draft(nn.Module):
     def export(self, folder: Path) -> None:
         """Write `config.json` and `model.safetensors` into `folder` (made if missing)."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.weights(), folder / "model.safetensors", metadata={"format": "pt"})
+        weights = in_bytes(self.weights(), metadata={"format": "pt"})  # not `save_file`, whose word for a full disk is no `OSError`
+        (folder / "model.safetensors").write_bytes(weights)
         (folder / "config.json").write_text(json.dumps(self.config(), indent=1) + "\n")
 
     @classmethod

@@ -15,22 +15,20 @@ Shapes as in `mla.py`; B rows, T positions, I and O a projection's inputs and ou
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as in_bytes
 from torch import Tensor
 
-from lab import provenance
-from lab.errors import LabError
 from lab.train.mla import MlaWeights, corrected, mla_attention
+from lab.train.state import keep, reading, same_run
 from lab.train.target import Layer, Target, rms_norm
 
 PROJECTIONS = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -114,10 +112,10 @@ def heal(
     """Each layer's correction (BF16), and its error before and after. Finished layers in `folder` are taken as they are.
 
     `target` is float32, `converted` what `mla.convert` made of its layers, `ids` rows of text that it wrote; all on one device.
-    Raises `LabError` for a folder of another run.
+    Raises `LabError` for a folder of another run, a damaged file in it, and a full disk.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _same_run(folder / "plan.json", {"plan": asdict(plan), "text": hashlib.sha256(ids_BT.cpu().numpy().tobytes()).hexdigest()})
+    run = {"plan": asdict(plan), "text": hashlib.sha256(ids_BT.cpu().numpy().tobytes()).hexdigest()}
+    same_run(folder / "plan.json", run, "a healing with other settings or text")
     original = F.embedding(ids_BT, target.embed_VH)
     healed, corrections, errors = original.clone(), [], []
     for index, (layer, weights) in enumerate(zip(target.layers, converted, strict=True)):
@@ -128,10 +126,10 @@ def heal(
         if not path.exists():
             found, both = heal_layer(target, layer, weights, healed, wanted, plan)
             held = {name: tensor.to(torch.bfloat16) for name, tensor in found.items()}
-            with provenance.atomic_path(path) as temporary:
-                save_file({**held, "errors": torch.tensor(both)}, temporary)
-        held = load_file(path, device=str(healed.device))
-        before, after = held.pop("errors").tolist()
+            keep(path, in_bytes({**held, "errors": torch.tensor(both)}))
+        with reading(path):
+            held = load_file(path, device=str(healed.device))
+            before, after = held.pop("errors").tolist()
         say(f"layer {index + 1} of {len(converted)}: error {before:.2e} -> {after:.2e} ({time.monotonic() - start:.0f} s)")
         corrections.append(held)
         errors.append((before, after))
@@ -141,15 +139,6 @@ def heal(
             healed = healed + _by_rows(partial(attended, target, now, layer), healed)
             healed = _by_rows(partial(target.mlp_forward, layer=layer), healed)
     return corrections, errors
-
-
-def _same_run(path: Path, run: dict[str, Any]) -> None:
-    if not path.exists():
-        provenance.write_text(path, json.dumps(run))
-    elif json.loads(path.read_text()) != run:
-        raise LabError(
-            f"{path.parent} holds a healing with other settings or text.", todo="Choose another folder, or delete this one to start again."
-        )
 
 
 def _by_rows(forward: Callable[[Tensor], Tensor], x_BTH: Tensor, rows: int = 4) -> Tensor:

@@ -29,11 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab import provenance
 from lab.errors import LabError
 from lab.train.heal import PROJECTIONS, attended
 from lab.train.loop import turn_of
 from lab.train.mla import MlaWeights, corrected, packed, unpacked
+from lab.train.state import another, keep_state, reading
 from lab.train.target import Layer, Target, rms_norm
 
 Correction = Mapping[str, Tensor]
@@ -111,7 +111,7 @@ class WholeHealing:
     ) -> None:
         """`target`: the original, float32, on the device that trains. `converted`: what `mla.convert` makes of its layers without a
         correction, `start` the corrections. `texts`: rows of ids [B, T] and the share of steps that each gets. Raises `LabError` for a
-        folder of another run, and for a text of too few rows.
+        folder of another run or with a damaged state, and for a text of too few rows.
         """
         self.target, self.plan, self.folder, self.say = target, plan, folder, say
         self.device = target.embed_VH.device
@@ -240,6 +240,8 @@ class WholeHealing:
                 if not last and budget is not None and time.monotonic() - begin > budget:
                     self.say(f"stopped at step {self.step} of {plan.steps} (time budget); run again to go on")
                     return False
+            if self.curve[-1][0] != self.step:  # stopped while the last step was being recorded
+                self.record([])
         finally:
             torch.set_float32_matmul_precision(precision)
             self.save()
@@ -263,7 +265,7 @@ class WholeHealing:
         return self.folder / "whole.pt"
 
     def save(self) -> None:
-        """Save the run's state, atomically."""
+        """Save the run's state, atomically; raises `LabError` for a full disk."""
         state = {
             "same": json.dumps(self.same),
             "corrections": self.corrections,
@@ -272,25 +274,21 @@ class WholeHealing:
             "seconds": self.seconds,
             "curve": self.curve,
         }
-        with provenance.atomic_path(self.state_path) as temporary:
-            torch.save(state, temporary)
+        keep_state(self.state_path, state)
 
     def restore(self) -> None:
         """Go on from a saved state, if there is one of the same run."""
         if not self.state_path.exists():
             return
-        state = torch.load(self.state_path, map_location=self.device, weights_only=True)
-        if state["same"] != json.dumps(self.same):
-            raise LabError(
-                f"{self.folder} holds a healing with other settings, start or text.",
-                todo="Choose another folder, or delete this one to start again.",
-            )
-        with torch.no_grad():
+        with reading(self.state_path), torch.no_grad():
+            state = torch.load(self.state_path, map_location=self.device, weights_only=True)
+            if state["same"] != json.dumps(self.same):
+                raise another(self.folder, "a healing with other settings, start or text")
             for mine, saved in zip(self.corrections, state["corrections"], strict=True):
                 for name, tensor in mine.items():
                     tensor.copy_(saved[name])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
+            self.optimiser.load_state_dict(state["optimiser"])
+            self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
         self.say(f"resumed at step {self.step} of {self.plan.steps}")
 
     def found(self) -> list[dict[str, Tensor]]:

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab import provenance
 from lab.errors import LabError
 from lab.train.corpus import Rows
 from lab.train.draft import Draft, DraftShape, draft_vocabulary
+from lab.train.state import another, keep, keep_state, reading
 from lab.train.target import Target
 from lab.train.unroll import Attention, unroll
 
@@ -171,12 +171,14 @@ class Trainer:
     def __init__(
         self, plan: TrainPlan, target: Target, corpus_folder: Path, folder: Path, say: Callable[[str], None], start: Path | None = None
     ) -> None:
-        """`start`: checkpoint of an earlier draft of this shape to go on from (its optimiser's state is not part of it)."""
+        """`start`: checkpoint of an earlier draft of this shape to go on from (its optimiser's state is not part of it).
+
+        Raises `LabError` for a folder of another run, a damaged file of the run or the corpora, and a corpus of too few rows.
+        """
         self.plan, self.target, self.folder, self.say = plan, target, folder, say
         #: SHA-256 of the earlier draft's weights, "" for none: part of what makes two runs the same.
         self.start = "" if start is None else hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest()
         self.device = target.embed_VH.device
-        folder.mkdir(parents=True, exist_ok=True)
         self.corpora = []
         for name, share in plan.corpora:
             rows = Rows.read(corpus_folder, name)
@@ -211,6 +213,8 @@ class Trainer:
             target.layer_forward = torch.compile(target.layer_forward, dynamic=False)  # type: ignore[method-assign]
         self.step = 0
         self.seconds = 0.0
+        #: The records of `log.jsonl`.
+        self.log: list[dict[str, Any]] = []
         self.restore()
 
     def vocabulary(self, earlier: Draft | None) -> Tensor:
@@ -232,8 +236,13 @@ class Trainer:
         """Where the run's state is saved."""
         return self.folder / "state.pt"
 
+    @property
+    def log_path(self) -> Path:
+        """Where the run's records are."""
+        return self.folder / "log.jsonl"
+
     def save(self) -> None:
-        """Save the run's state, atomically."""
+        """Save the run's state, atomically; raises `LabError` for a full disk."""
         state = {
             "plan": asdict(self.plan),
             "start": self.start,
@@ -242,22 +251,24 @@ class Trainer:
             "step": self.step,
             "seconds": self.seconds,
         }
-        with provenance.atomic_path(self.state_path) as temporary:
-            torch.save(state, temporary)
+        keep_state(self.state_path, state)
 
     def restore(self) -> None:
-        """Go on from a saved state, if there is one made by the same plan from the same start."""
+        """Go on from a saved state, if there is one made by the same plan from the same start, and from the log up to that state."""
         if not self.state_path.exists():
             return
-        state = torch.load(self.state_path, map_location=self.device, weights_only=True)
-        if (state["plan"], state.get("start", "")) != (asdict(self.plan), self.start):
-            raise LabError(
-                f"{self.folder} holds a run with other settings.", todo="Choose another folder, or delete this one to start again."
-            )
-        self.draft.load_state_dict(state["draft"])
-        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(saved)
-        self.step, self.seconds = state["step"], state["seconds"]
+        with reading(self.state_path):
+            state = torch.load(self.state_path, map_location=self.device, weights_only=True)
+            if (state["plan"], state.get("start", "")) != (asdict(self.plan), self.start):
+                raise another(self.folder, "a run with other settings")
+            self.draft.load_state_dict(state["draft"])
+            for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
+                optimiser.load_state_dict(saved)
+            self.step, self.seconds = state["step"], state["seconds"]
+        if self.log_path.exists():
+            with reading(self.log_path):
+                records = [json.loads(line) for line in self.log_path.read_text().splitlines() if line.strip()]
+                self.log = [record for record in records if record["step"] <= self.step]  # a killed run has logged steps that are lost
         self.say(f"resumed at step {self.step} of {self.plan.steps}")
 
     def schedule(self) -> tuple[float, float]:
@@ -318,14 +329,14 @@ class Trainer:
             yield corpus.name, record
 
     def record(self, losses_J: Tensor | None, evaluate: bool) -> None:
-        """Append a record to `log.jsonl` and say it."""
+        """Add a record to `log.jsonl`, which is written whole, since half a line could not be read again; and say it."""
         found: dict[str, Any] = {"step": self.step, "tokens": self.step * self.plan.tokens, "seconds": round(self.seconds, 1)}
         if losses_J is not None:
             found["loss"] = [round(value, 4) for value in losses_J.tolist()]
         if evaluate:
             found.update({name: {key: round(float(value), 4) for key, value in values.items()} for name, values in self.held_out()})
-        with (self.folder / "log.jsonl").open("a") as log:
-            log.write(json.dumps(found) + "\n")
+        keep(self.log_path, "".join(json.dumps(record) + "\n" for record in [*self.log, found]).encode())
+        self.log.append(found)
         rate = found["tokens"] / self.seconds if self.seconds else 0.0
         self.say(f"step {self.step}/{self.plan.steps}, {rate:,.0f} tok/s, {json.dumps(found)}")
 
@@ -355,6 +366,8 @@ class Trainer:
                     return False
                 if evaluate and not last:
                     self.save()
+            if not self.log or self.log[-1]["step"] != self.step:  # stopped while the last step was being recorded
+                self.record(None, evaluate=True)
         finally:
             self.clock(begin, before)
             self.save()

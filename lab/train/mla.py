@@ -13,7 +13,7 @@ regression of 1 on the layer's input), so that the norm divides by nearly a cons
 (2 D)^-1/2 there instead of D^-1/2: queries grow by sqrt 2.
 
 What is exact: with the other components turned as well and the norm left out, scores and values are the original's (tested). What is not:
-dropping that turn, and the norm's few per cent. That costs a model of 135 million parameters about one token in six (`converted.measure`
+dropping that turn, and the norm's few per cent. That costs a model of 135 million parameters about one token in seven (`converted.measure`
 says how many); a low-rank correction of each layer, trained by distillation (`heal.py`, `heal_whole.py`), takes most of it back.
 
 Shape suffixes: H hidden, N query heads, G key/value groups, D head size, F = D / 2 frequencies, C = G components, R latent rank.
@@ -29,7 +29,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as in_bytes
 from torch import Tensor
 
 from lab.errors import LabError
@@ -110,11 +111,11 @@ def save(path: Path, layers: list[LayerRecipe], about: Mapping[str, str]) -> Non
     for index, layer in enumerate(layers):
         tensors |= {f"{index}.{name}": getattr(layer, name).contiguous() for name in FIELDS}
         tensors |= {f"{index}.{HEALED}{name}": tensor.contiguous() for name, tensor in packed(layer.correction).items()}
-    save_file(tensors, path, metadata=dict(about))
+    path.write_bytes(in_bytes(tensors, metadata=dict(about)))  # not `save_file`, whose word for a full disk is no `OSError`
 
 
 def load(path: Path, of: LlamaShape | None = None) -> list[LayerRecipe]:
-    """Read what `save` wrote; raises `LabError` for a file that holds something else, or converts a model of other depth than `of`."""
+    """Read what `save` wrote; raises `LabError` for a file that holds something else, or converts a model of other sizes than `of`."""
     try:
         tensors = load_file(path)
         count = 1 + max(int(name.partition(".")[0]) for name in tensors)
@@ -123,11 +124,50 @@ def load(path: Path, of: LlamaShape | None = None) -> list[LayerRecipe]:
             before = f"{index}.{HEALED}"
             healed = {name.removeprefix(before): tensor for name, tensor in tensors.items() if name.startswith(before)}
             layers.append(LayerRecipe(**{name: tensors[f"{index}.{name}"] for name in FIELDS}, correction=unpacked(healed)))
-    except (KeyError, ValueError, SafetensorError) as error:
+    except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise LabError(f"{path.name} is no conversion recipe.", why=f"{type(error).__name__}: {error}.") from error
     if of is not None and count != of.layers:
         raise LabError(f"{path.name} converts a model of {count} layers; the target has {of.layers}.")
+    for index, made in enumerate(layers):
+        if of is not None and (wrong := misfits(made, of)):
+            raise LabError(f"{path.name} does not fit the target: it converts a model of other sizes.", why=f"Layer {index}: {wrong}.")
     return layers
+
+
+def misfits(made: LayerRecipe, of: LlamaShape) -> str:
+    """What in the recipe of a layer has other sizes than a model of shape `of` needs; "" if nothing."""
+    n, g, d, f, h = of.heads, of.kv_heads, of.head_dim, of.head_dim // 2, of.hidden
+    fields: dict[str, tuple[int, ...]] = {"unitary_FGC2": (f, g, g, 2), "scale_GF": (g, f), "gamma_NF2": (n, f, 2)}
+    fields |= {"unit_U": (used_size(of),), "constant_H": (h,), "rms": ()}
+    found: list[tuple[str, tuple[int, ...] | None, tuple[int, ...]]] = []
+    found += [(name, tuple(getattr(made, name).shape), size) for name, size in fields.items()]
+    if made.correction:
+        norm = made.correction.get("norm")
+        found.append(("norm", None if norm is None else tuple(norm.shape), (LATENT,)))
+        factors = {"q_proj": (2 * n * d, h), "kv_a_proj_with_mqa": (LATENT + d, h), "kv_b_proj": (2 * n * d, LATENT), "o_proj": (h, n * d)}
+        for name, size in factors.items():
+            up, down = (made.correction.get(f"{name}.{side}", torch.empty(0)) for side in ("up", "down"))
+            whole = up.ndim == down.ndim == 2 and up.shape[1] == down.shape[0]
+            if up.numel() or down.numel():  # a projection may have no correction
+                found.append((name, (up.shape[0], down.shape[1]) if whole else None, size))
+    return "; ".join(
+        f"{name} is {list(has) if has is not None else 'missing'}, not {list(needs)}" for name, has, needs in found if has != needs
+    )
+
+
+def used_size(shape: LlamaShape) -> int:
+    """Rows of the latent that hold something: all components but one, and the values."""
+    return (2 * shape.kv_heads - 1) * shape.head_dim
+
+
+def check_room(shape: LlamaShape) -> None:
+    """Raises `LabError` for a model whose keys and values do not fit into the latent."""
+    if used_size(shape) > LATENT:
+        raise LabError(
+            f"{shape.kv_heads} KV heads of {shape.head_dim} do not fit into a latent of {LATENT}.",
+            why=f"Their keys, but for the rotary one, and values are {used_size(shape)} numbers, and nothing is left out.",
+            todo="Choose a target with fewer or smaller KV heads.",
+        )
 
 
 def split(shape: LlamaShape, qkv_XH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -340,8 +380,9 @@ def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.no_grad()
 def calibrate(target: Target, ids_BT: Tensor, say: Say) -> list[LayerRecipe]:
-    """The recipe of every layer of `target` (float32), from rows of text that the model wrote itself."""
+    """The recipe of every layer of `target` (float32), from rows of text that the model wrote itself; raises as `check_room` does."""
     shape = target.shape
+    check_room(shape)
     length = ids_BT.shape[1]
     cos, sin = target.cos[:length], target.sin[:length]
     theta = shape.theta ** (-torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)

@@ -19,13 +19,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lab import provenance
-from lab.errors import LabError
+from lab.errors import LabError, disk_error
 from lab.train import mla as conversion
 from lab.train.converted import MlaTarget, measure
 from lab.train.corpus import CorpusPlan, Rows, write_corpus
 from lab.train.heal import HealPlan, heal
 from lab.train.heal_whole import WholeHealing, WholePlan
 from lab.train.mla import LayerRecipe
+from lab.train.state import MLA_TARGET, same_target
 from lab.train.target import Target
 
 
@@ -100,8 +101,9 @@ class Run:
         """Rows of ids [B, T], written when they are wanted, so that a run that stops early has healed before it measures."""
         text = plan.texts[name]
         written = CorpusPlan(name, text.shards, text.rows, text.length, seed=text.seed, longest_user=plan.longest_user)
-        write_corpus(self.model, self.work / "corpus", self.folder, written, self.say)
-        return torch.from_numpy(Rows.read(self.work / "corpus", name).ids.astype(np.int64))
+        corpus = self.work / "corpus"
+        write_corpus(self.model, corpus, self.folder, written, self.say)
+        return torch.from_numpy(Rows.read(corpus, name).ids.astype(np.int64))
 
     def converted(self, layers: list[LayerRecipe]) -> MlaTarget:
         """The learner as `layers` convert it, on its device, float32."""
@@ -110,7 +112,12 @@ class Run:
 
 
 def make(run: Run, plan: MlaPlan, output: Path, start: Path | None, budget: float | None) -> bool:
-    """Write the recipe to `output`; False if `budget` seconds of healing the whole model were over first."""
+    """Write the recipe to `output`; False if `budget` seconds of healing the whole model were over first.
+
+    Raises `LabError` for a working folder of another target, a target that has no room in the latent, and a full disk.
+    """
+    conversion.check_room(run.exact.shape)
+    same_target(run.work / MLA_TARGET, run.folder, "the texts and the healing")
     layers = first_stage(run, plan) if start is None else from_recipe(run, start)
     before = layers
     if plan.whole.steps:
@@ -130,8 +137,11 @@ def make(run: Run, plan: MlaPlan, output: Path, start: Path | None, budget: floa
             f"KL {found_here['kl_nats']:.4f} nats on {found_here['tokens']:.0f} held-out tokens."
         )
     made = provenance.collect(target=run.folder.name, texts={name: asdict(text) for name, text in plan.texts.items()}, **run.about)
-    with provenance.atomic_path(output) as temporary:
-        conversion.save(temporary, layers, {"eagle3_lab": json.dumps(made)})
+    try:
+        with provenance.atomic_path(output) as temporary:
+            conversion.save(temporary, layers, {"eagle3_lab": json.dumps(made)})
+    except OSError as error:
+        raise disk_error(error, output, instead="name a file on another disk with --output") from error
     return True
 
 

@@ -183,7 +183,8 @@ def explain(summary: Mapping[str, Any] | None, where: str) -> str:
         code = json.dumps(schedule)
         taken = {True: "The installed vLLM takes it.", False: "The installed vLLM does NOT take it.", None: "vLLM 0.32 takes it."}
         notes.append(
-            f"K by batch size, for --speculative-config, below. {taken[summary['schedule_taken']]} Beyond what was measured, on either side: the nearest K."
+            f"K by batch size, for --speculative-config, below. {taken[summary['schedule_taken']]} "
+            "Beyond what was measured, on either side: the nearest K."
         )
     tables = [_cells(summary), *([_every_k(summary)] if summary["by_k"] else [])]
     return dump({"sentence": sentence, "tables": tables, "notes": notes, "code": code})

@@ -50,6 +50,7 @@ def serving(accepted: Sequence[int], drafts: int = 1000, **more: object) -> Subj
 
 HEALTHY = (650, 400, 250)
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+AMX = replace(CPU, cpu_flags=CPU.cpu_flags | {"amx_bf16", "amx_tile"})
 
 
 def offsets(change: Callable[[np.ndarray], np.ndarray]) -> dict[str, np.ndarray]:
@@ -398,8 +399,11 @@ CASES: dict[str, tuple[list[Make], list[Make]]] = {
             lambda: kimi(machine=replace(MI355X, vllm="0.19.0"), env="VLLM_ROCM_USE_AITER=1"),
             lambda: smol(target=replace(smol_target(**LATENT), names=frozenset({"lm_head.weight"})), machine=replace(CPU, plugin=False)),
             lambda: smol("--block-size 24"),
+            lambda: smol("--attention-backend CPU_MLA", target=smol_target(**LATENT), machine=AMX),
+            lambda: smol("--block-size 48", target=smol_target(**LATENT), machine=AMX),
         ],
         [
+            lambda: smol(target=smol_target(**LATENT), machine=AMX),
             lambda: kimi(),
             lambda: kimi("--block-size 32"),
             lambda: smol(),
@@ -635,7 +639,12 @@ CASES: dict[str, tuple[list[Make], list[Make]]] = {
     ),
     "cpu-block-size": (
         [lambda: smol("--block-size 64", target=smol_target(**LATENT))],
-        [lambda: smol("--block-size 64"), lambda: kimi("--block-size 64")],
+        [
+            lambda: smol("--block-size 64"),
+            lambda: kimi("--block-size 64"),
+            lambda: smol(line=f"EAGLE3_LAB_CPU_MLA=1 {SAFE} --block-size 64", target=smol_target(**LATENT)),
+            lambda: smol("--block-size 64", target=smol_target(**LATENT), machine=AMX),
+        ],
     ),
     # a running server
     "acceptance-near-zero": ([lambda: serving((8, 2, 0))], [lambda: serving(HEALTHY), lambda: serving((0, 0, 0), drafts=50)]),

@@ -10,7 +10,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from lab.env import assets
 from lab.errors import LabError
@@ -104,12 +106,49 @@ def test_an_mla_card_tells_both_stages(healed: Path) -> None:
     assert "4 steps of 2 rows each" in told
     assert "3 steps of\n192 tokens" in told
     assert "on 4 rows of 96 tokens and 4 rows of 96 tokens" in told
-    assert [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| converted")] == [
-        "| converted, not healed",
-        "| converted, healed layer by layer",
-        "| converted and healed as a whole",
-        "| converted and healed as a whole",
+    assert [line.split(" | ")[:2] for line in told.splitlines() if line.startswith("| converted")] == [
+        ["| converted, not healed", "96"],
+        ["| converted, healed layer by layer", "96"],
+        ["| converted and healed as a whole", "96"],
+        ["| converted and healed as a whole", "96"],
     ]
+
+
+def test_a_damaged_recipe_has_no_card(healed: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.safetensors").write_bytes(healed.read_bytes()[:1000])
+    with pytest.raises(LabError, match="is no conversion recipe"):
+        card.write_mla_card(tmp_path / "r.safetensors")
+
+
+def test_another_target_needs_another_folder(tiny_target: Path, healed: Path, tmp_path: Path) -> None:
+    """The texts, and the layers that are healed, are one target's: another of the same shape must not get them."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target, other)
+    weights = {name: tensor * 1.5 for name, tensor in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LabError, match="the texts and the healing of another target"):
+        cli.mla(tmp_path / "r.safetensors", other, healed.parent / "work", "cpu", tiny=True)
+    assert not (tmp_path / "r.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mla-target.json", "corpus/mla-heal-000.npz", "heal/plan.json", "heal/layer-01.safetensors", "heal-whole-3-steps-0.0002/whole.pt"],
+)
+@pytest.mark.parametrize("length", [0, 60])
+def test_a_damaged_file_of_a_run_is_a_sentence(tiny_target: Path, healed: Path, tmp_path: Path, name: str, length: int) -> None:
+    """Named, so that it can be deleted; then the run goes on."""
+    work, output = tmp_path / "work", tmp_path / "r.safetensors"
+    shutil.copytree(healed.parent / "work", work)
+    (work / name).write_bytes((work / name).read_bytes()[:length])
+    with pytest.raises(LabError, match=r"is damaged\. .*Delete it") as failed:
+        cli.mla(output, tiny_target, work, "cpu", tiny=True)
+    assert "weights_only" not in str(failed.value)
+    (work / name).unlink()
+    cli.mla(output, tiny_target, work, "cpu", tiny=True)
+    with safe_open(output, "pt") as file, safe_open(healed, "pt") as first:
+        for one in file.keys():  # noqa: SIM118 - a file is no mapping
+            torch.testing.assert_close(file.get_tensor(one), first.get_tensor(one))
 
 
 def test_a_healed_recipe_is_a_start(tiny_target: Path, healed: Path, tmp_path: Path) -> None:

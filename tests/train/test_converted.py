@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lab.errors import LabError
 from lab.train import heal, mla
 from lab.train.converted import BLOCK, MlaTarget
 from lab.train.target import Target
+
+from .conftest import random_llama
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,29 @@ def test_a_layer_compiles_once_for_all(grouped_target: Path, recipe: Path) -> No
     assert counter.frame_count == 1
 
 
-def test_a_recipe_of_another_model_is_a_sentence(tiny_target: Path, recipe: Path) -> None:
+def test_a_recipe_of_another_model_is_a_sentence(tiny_target: Path, recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(LabError, match="converts a model of 3 layers; the target has 6"):
         MlaTarget.read(tiny_target, recipe)
+    with pytest.raises(LabError, match=r"does not fit the target.*Layer 0: gamma_NF2 is \[4, 8, 2\], not \[2, 8, 2\]"):
+        MlaTarget.read(random_llama(tmp_path, layers=3, heads=2, groups=2, vocab=300), recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "told"),
+    [
+        ("0.healed.norm", None, "norm is missing"),
+        ("1.healed.q_proj.up", None, "q_proj is missing"),
+        ("2.healed.o_proj.down", torch.zeros(5, 64), "o_proj is missing"),
+        ("0.healed.q_proj.up", torch.zeros(3, dtype=torch.int8), "RuntimeError"),
+        ("1.constant_H", torch.zeros(2), r"constant_H is \[2\], not \[48\]"),
+    ],
+)
+def test_a_correction_that_lacks_something_is_a_sentence(
+    grouped_target: Path, recipe: Path, tmp_path: Path, name: str, changed: torch.Tensor | None, told: str
+) -> None:
+    tensors = load_file(recipe)
+    tensors |= {"0.healed.q_proj.up.scale": torch.ones(4)}
+    del tensors[name]
+    save_file({**tensors, **({} if changed is None else {name: changed})}, tmp_path / "r.safetensors")
+    with pytest.raises(LabError, match=told):
+        MlaTarget.read(grouped_target, tmp_path / "r.safetensors")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -232,6 +234,40 @@ def test_an_interrupted_whole_run_ends_as_a_straight_one(
         whole(target, converted, healed, texts[:1], tmp_path / "stopped", plan)
     with pytest.raises(LabError, match="rows of 48 tokens"):
         whole(target, converted, healed, [(texts[0][0][:6], 1.0)], tmp_path / "few", plan)
+
+
+def test_stopped_while_the_last_step_is_recorded_the_curve_still_ends_there(
+    target: Target, converted: list, healed: tuple, texts: list, tmp_path: Path
+) -> None:
+    """The card takes what the run achieved from the curve's end."""
+    plan = dataclasses.replace(WHOLE, steps=3)
+    stopped = whole(target, converted, healed, texts, tmp_path, plan)
+    stopped.record([])
+    stopped.held_out = interrupted  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        stopped.run()
+    again = whole(target, converted, healed, texts, tmp_path, plan)
+    assert (again.step, again.run()) == (3, True)
+    assert [step for step, _ in again.curve] == [0, 3]
+
+
+def test_a_full_disk_is_a_sentence(target: Target, converted: list, healed: tuple, texts: list, tmp_path: Path, monkeypatch: Any) -> None:
+    """Wherever a run keeps something."""
+
+    def full(self: Path, content: object) -> int:  # noqa: ARG001
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = whole(target, converted, healed, texts, tmp_path / "whole")
+    layers = tmp_path / "layers"
+    layers.mkdir()
+    (layers / "plan.json").write_text((healed[2] / "plan.json").read_text())
+    monkeypatch.setattr(Path, "write_bytes", full)
+    ids = torch.randint(3, target.shape.vocab, (24, 48), generator=torch.Generator().manual_seed(5))
+    for keeps in (run.save, lambda: heal.heal(target, converted, ids, PLAN, layers, lambda _line: None)):
+        with pytest.raises(LabError, match=r"no space left on the disk.*--work"):
+            keeps()
+    assert not list((tmp_path / "whole").iterdir())
+    assert [path.name for path in layers.iterdir()] == ["plan.json"]
 
 
 def test_time_ends_a_run_with_its_rate_at_zero(

@@ -167,6 +167,18 @@ def test_training_resumes_to_the_same_weights(corpus: Path, target: Target, tmp_
     assert "main" not in records[0]
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_steps_that_a_killed_run_lost_are_not_in_the_log_twice(corpus: Path, target: Target, tmp_path: Path, saved: bool) -> None:
+    killed = Trainer(plan(), target, corpus, tmp_path, quiet)
+    if saved:
+        killed.save()
+    killed.step = 2
+    killed.record(None, evaluate=False)  # and then it was killed
+    assert Trainer(plan(), target, corpus, tmp_path, quiet).run()
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [2, 3, 4, 6]
+
+
 def test_training_learns(corpus: Path, target: Target, tmp_path: Path) -> None:
     trainer = Trainer(plan(steps=40, record_every=1, evaluate_every=100), target, corpus, tmp_path, quiet)
     trainer.run()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +131,32 @@ def test_zero_heads_and_values_change_nothing(
         convert(grouped_target, tmp_path / "r.safetensors", tmp_path / "own", 2)
     with pytest.raises(LabError, match="numbers a head, more than 2"):
         convert(grouped_target, tmp_path / "r.safetensors", tmp_path / "own", 0, 2)
+
+
+def test_the_script_runs_by_hand(grouped_target: Path, layers: list[mla.LayerRecipe], tmp_path: Path) -> None:
+    """Without a pipe to its standard input, and into a folder that is not there yet; twice the same bytes; an error is one line."""
+    mla.save(tmp_path / "r.safetensors", layers, {})
+
+    def run(recipe: Path, output: Path) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "lab.checkpoints.mla", str(grouped_target), str(recipe), str(output)]
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+
+    for name in ("one", "two"):
+        done = run(tmp_path / "r.safetensors", tmp_path / "new" / name)
+        assert (done.returncode, done.stderr) == (0, "")
+    one, two = ((tmp_path / "new" / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+    done = run(grouped_target / "config.json", tmp_path / "three")
+    assert done.returncode == 1
+    assert done.stderr.startswith("config.json is no conversion recipe.")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "three").exists()
+
+
+def test_a_model_without_room_in_the_latent_is_a_sentence(target: Target, ids: torch.Tensor) -> None:
+    wide = Target(dataclasses.replace(target.shape, heads=17, kv_heads=17), target.layers, target.embed_VH, target.norm_H)
+    with pytest.raises(LabError, match=r"17 KV heads of 16 do not fit into a latent of 512.*528 numbers"):
+        mla.calibrate(wide, ids, lambda _line: None)
 
 
 def test_a_model_is_like_itself(target: Target, ids: torch.Tensor) -> None:
