@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lab.quant.report import QuantReport
 
 #: Of a recipe for CPUs (`lab/vllm_plugin/fp8_cpu.py` decides it for each layer).
-WIDENED = "On a CPU the bytes are saved in memory only with AVX512-BF16 and without AMX: other processors widen FP8 weights at load."
+WIDENED = "On a CPU the bytes are saved in memory only with AVX512-BF16: other processors widen FP8 weights at load."
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,6 @@ def packed_gemm(
         reasons.append("vLLM's library for this CPU has no fp8_scaled_mm_cpu")
     if not found.get("avx512_bf16", False):
         reasons.append("the CPU has no AVX512-BF16")
-    if found.get("amx_tile", False):
-        reasons.append("the CPU has AMX, whose path through the op was never tried")
     if dtype != torch.bfloat16:
         reasons.append(f"activations are {str(dtype).removeprefix('torch.')}, not bfloat16")
     if k % 32 or n % 32:
