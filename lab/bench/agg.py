@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,77 @@ STATS = ("mean", "median", "p99", "std")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 #: Nothing that is opened may be larger, in bytes: a result is a few kilobytes.
 LARGEST = 64 << 20
+#: The most requests in flight that are believed.
+MOST_CONC = 1 << 31
+
+
+class Length(msgspec.Struct, frozen=True):
+    """A mean acceptance length with its interval; nothing but the value is read here."""
+
+    value: float
+
+
+class Steps(msgspec.Struct, frozen=True):
+    """What a traced companion counted."""
+
+    mean_acceptance_length: Length | None = None
+
+
+class Companion(msgspec.Struct, frozen=True):
+    """Acceptance of a cell that was measured once more on a traced lane, or why it was not."""
+
+    without_repeated_8grams: Steps = Steps()
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """The client's token count beside the server's."""
+
+    agree: bool
+    said: str
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """The parts of a provenance that are read."""
+
+    versions: dict[str, str] = {}
+    hardware: dict[str, Any] = {}
+    recipe: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    weights: dict[str, dict[str, Any]] = {}
+    made: str | None = None
+    revision: str | None = None
+
+
+class Own(msgspec.Struct, frozen=True):
+    """The lab's own fields, as far as a table or chart reads them: a file from elsewhere may use the names for anything."""
+
+    key: str | None = None
+    lane: str | None = None
+    label: str | None = None
+    draft: str | None = None
+    draft_checkpoint: str | None = None
+    k: int | None = None
+    mode: str | None = None
+    workload: str | None = None
+    source: str | None = None
+    on: str | None = None
+    began: str | None = None
+    seed: int | None = None
+    gpus: int | None = None
+    duration_s: float | None = None
+    total_output_tokens: float | None = None
+    mean_acceptance_length: float | None = None
+    temperature: float | None = None
+    range_low: float | None = None
+    ignore_eos: bool | None = None
+    tokens: Tokens | None = None
+    without_loops: Companion | None = None
+    provenance: Origin | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.duration_s, self.total_output_tokens, self.mean_acceptance_length, self.gpus)
+        if any(one is not None and not 0 <= one < 1e15 for one in numbers):
+            raise ValueError("the lab's own durations, tokens and lengths must be numbers of 0 or more")
 
 
 class Agg(msgspec.Struct, kw_only=True, frozen=True):
@@ -62,11 +134,14 @@ class Agg(msgspec.Struct, kw_only=True, frozen=True):
     p99_tpot: float | None = None
     median_intvty: float | None = None
     mean_intvty: float | None = None
-    eagle3_lab: dict[str, Any] = {}
+    eagle3_lab: Own = Own()
 
     def __post_init__(self) -> None:
-        if self.conc < 1 or not 0 <= self.output_tput_per_gpu < 1e12:
+        if not 1 <= self.conc <= MOST_CONC or not 0 <= self.output_tput_per_gpu < 1e12:
             raise ValueError("conc and output_tput_per_gpu must be a positive whole number and a throughput")
+        times = (getattr(self, f"{stat}_{metric}") for stat in ("mean", "median", "p99") for metric in ("ttft", "tpot"))
+        if not all(one is None or (math.isfinite(one) and one >= 0) for one in times):
+            raise ValueError("times must be numbers of seconds")
 
 
 def gpus(lane: Lane) -> int:
@@ -126,7 +201,7 @@ def parse(row: Any, name: str) -> Agg:
 def loads(data: bytes, name: str) -> list[dict[str, Any]]:
     """The rows of one file as they are, each checked; failed cells of our own sweeps are left out."""
     if len(data) > LARGEST:
-        raise LabError(f"{name} is too large to be a result ({len(data) >> 20} MiB).")
+        raise LabError(f"{name} is too large to be a result (more than {LARGEST >> 20} MiB).")
     try:
         content = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -134,14 +209,17 @@ def loads(data: bytes, name: str) -> list[dict[str, Any]]:
     rows = content if isinstance(content, list) else [content]
     if not rows:
         raise LabError(f"{name} holds no result.")
-    kept = []
+    kept, shared = [], None
     for number, row in enumerate(rows):
         if isinstance(row, Mapping) and row.get("format") == FAILED:
             continue
         parse(row, name if len(rows) == 1 else f"{name}, result {number + 1},")
         kept.append(dict(row))
-        if kept[0].get(SOURCE) and f"{PREFIX}key" in row:  # what a field test keeps has it in the first row only (`fieldtest/keep.py`)
-            kept[-1].setdefault(SOURCE, kept[0][SOURCE])
+        if f"{PREFIX}key" in row:  # what a field test keeps has it in the first row of those where it is the same (`fieldtest/keep.py`)
+            if row.get(SOURCE):
+                shared = row[SOURCE]
+            elif shared:
+                kept[-1][SOURCE] = shared
     return kept
 
 
@@ -158,7 +236,8 @@ def load(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[LabError]]:
             errors.append(LabError(f"{path} holds no agg_*.json.", todo="Name the files, or the folder of a sweep."))
         for file in files:
             try:
-                rows += loads(file.read_bytes(), file.name)
+                with file.open("rb") as handle:
+                    rows += loads(handle.read(LARGEST + 1), file.name)
             except OSError as error:
                 errors.append(LabError(f"{file} cannot be read.", why=f"{error.strerror or error}."))
             except LabError as error:
@@ -181,6 +260,6 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     handle = io.StringIO()
     writer = csv.writer(handle, lineterminator="\n")
-    writer.writerow(columns)
+    writer.writerow([_cell(key) for key in columns])
     writer.writerows([[_cell(row.get(key, "")) for key in columns] for row in rows])
     return handle.getvalue()

@@ -22,7 +22,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+
+import msgspec
 
 from lab.bench.sweep import Cell
 from lab.bench.workload import client_lengths
@@ -85,6 +88,32 @@ def environment(endpoint: Endpoint, tokenizer: str, base: Mapping[str, str] | No
         found["SSL_CERT_FILE"] = endpoint.ca
     if endpoint.api_key:
         found["OPENAI_API_KEY"] = endpoint.api_key
+    return found
+
+
+class Bench(msgspec.Struct, frozen=True):
+    """The fields of the client's file that the lab reckons with."""
+
+    failed: int
+    completed: int
+    duration: float
+    total_input_tokens: int
+    total_output_tokens: int
+    total_token_throughput: float
+    output_throughput: float
+    output_lens: list[int]
+    errors: list[str] = []
+
+    def __post_init__(self) -> None:
+        if self.duration <= 0 or (self.completed and not self.output_lens):
+            raise ValueError("it has no time or no answers")
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The client's file, checked. Raises `msgspec.MsgspecError` for one that is not whole, and `OSError`."""
+    found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    msgspec.convert(found, type=Bench)
+    msgspec.convert({key: value for key, value in found.items() if key.endswith("_ms")}, type=dict[str, float])
     return found
 
 

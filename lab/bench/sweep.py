@@ -118,7 +118,8 @@ class Plan:
         """Every cell in running order, workload by workload and in each seed by seed; `together`: whether all lanes' servers may be warm
         at once."""
         found = []
-        rounds = [*zip(self.seeds, pairs.turns(len(self.lanes), len(self.seeds), self.seeds[0]), strict=True)]
+        first = self.seeds[0] + self.concurrencies[0] + self.workloads[0].osl  # a field test makes a plan of each place: not all alike
+        rounds = [*zip(self.seeds, pairs.turns(len(self.lanes), len(self.seeds), first), strict=True)]
         loads = [(one,) for one in self.workloads] if together else [self.workloads]
         for workloads, (seed, order) in itertools.product(loads, rounds):
             places = [(workload, concurrency) for workload in workloads for concurrency in self.concurrencies]

@@ -262,7 +262,7 @@ async def _measure(sweep: Sweep, row: Row, servers: Servers, worker: client.Work
         began = time.time()
         await worker.run(words, client.environment(endpoint, tokenizer), file.with_suffix(".log"))
         after, _ = await _look(endpoint)
-    bench = msgspec.json.decode(file.read_bytes())
+    bench = client.read(file)
     facts = counted.facts(cell, bench, before, after)
     own = {
         "status": "done", "key": row.key, "label": cell.lane.label, "lane": cell.lane.key, "draft": cell.lane.draft, "k": cell.lane.k,

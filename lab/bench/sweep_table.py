@@ -77,7 +77,7 @@ def marked(rows: Sequence[overlay.Row], published: Sequence[Published] = ()) -> 
                 f"{gain.y:.2f}x{span}" if gain else "-",
                 _pair(tpot, conc),
                 _pair(ttft, conc),
-                _mean([overlay.own(row, "mean_acceptance_length") for row in cells]),
+                _mean([overlay.number(row, "eagle3_lab_mean_acceptance_length") for row in cells]),
                 _mean([fresh_length(row) for row in cells]),
             ]
             found.append((group.kind, sign, words))

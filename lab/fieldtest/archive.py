@@ -1,8 +1,8 @@
 """The one file to send back: a zip of a field test's texts, each scrubbed, checked again after writing.
 
-Only texts go in (`SUFFIXES`); anything else, links included, is left out and named in `LEFT-OUT.txt`. A log longer than `MOST_LOG` keeps
-its beginning and its end. plotly's script, which is public and 5 MB, is added to the report after scrubbing, so that no pattern cuts
-into it. A zip holds no user's name.
+Only texts go in (`SUFFIXES`); anything else, links included, is left out and named in `LEFT-OUT.txt`; a test of other surroundings
+(`EARLIER`) is no part of it. A log longer than `MOST_LOG` keeps its beginning and its end. plotly's script, which is public and 5 MB, is
+added to the report after scrubbing, so that no pattern cuts into it. A zip holds no user's name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lab import plots, provenance
 from lab.errors import LabError
+from lab.fieldtest.run import EARLIER
 from lab.fieldtest.scrub import Scrubber
 
 SUFFIXES = {".json", ".jsonl", ".csv", ".log", ".html", ".txt", ".md"}
@@ -31,6 +32,8 @@ def with_script(page: str) -> str:
 def _texts(folder: Path, left_out: list[str]) -> Iterator[tuple[Path, str]]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
+        if name.parts[0].startswith(EARLIER):  # this machine's scrubber does not know what another machine's texts must not tell
+            continue
         if path.is_symlink() or not path.is_file():
             if path.is_symlink():
                 left_out.append(f"{name}: a link")

@@ -7,15 +7,17 @@ could not begin or write its archive, 2 wrong options, 130 stopped by Ctrl-C, 14
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
 from lab import env, recipes
-from lab.errors import LabError
+from lab.errors import LabError, disk_error
 from lab.recipes.model import DraftChoice, Recipe
 
 if TYPE_CHECKING:
@@ -31,8 +33,9 @@ CPU = ("128/128", "1,2,4", 4, 1, 8, 64)
 QUICK = ("64/16", "1,2", 1, 0, 2, 16)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _say(line: str, stream: TextIO | None = None) -> None:
+    with contextlib.suppress(OSError):  # a terminal or a pipe that is gone must not end the test
+        print(line, file=stream or sys.stderr, flush=True)
 
 
 @app.command(epilog="Exit codes: 0 whole, 3 stages are missing, 1 it could not begin, 130, 143 or 129 stopped. The same command goes on.")
@@ -78,6 +81,8 @@ def fieldtest(
     chosen = recipes.get(recipe)
     length, at, each, usual_warm_ups, asked, tokens = _sizes(chosen, quick)
     servers = Lanes()
+    if not math.isfinite(budget):
+        raise LabError(f"{budget} is no number of minutes.", todo="Leave --budget out, or 0, for no limit.")
     settings = plan.Settings(
         recipe=chosen,
         drafts=tuple(cast(DraftChoice, one) for one in draft or chosen.draft_choices()),
@@ -215,10 +220,13 @@ def _run(
     missing = [stage for stage in stages if not test.is_done(stage)]
     for stage in missing:
         record = test.records.get(stage.name, {"state": "not begun", "reason": ""})
-        print(f"{record['state']}: {stage.title}{': ' if record['reason'] else ''}{record['reason']}")
+        _say(f"{record['state']}: {stage.title}{': ' if record['reason'] else ''}{record['reason']}", sys.stdout)
     if missing:
-        print("The same command goes on from here.")
-    print(f"{len(stages) - len(missing)} of {len(stages)} stages are done.\nReport: {folder / 'report.html'}\nTo send back: {target}")
+        _say("The same command goes on from here.", sys.stdout)
+    _say(
+        f"{len(stages) - len(missing)} of {len(stages)} stages are done.\nReport: {folder / 'report.html'}\nTo send back: {target}",
+        sys.stdout,
+    )
     return how, len(missing)
 
 
@@ -229,9 +237,12 @@ def _finish(test: Test, target: Path, table: Published | None) -> None:
     from lab.fieldtest import archive, keep, report, scrub
 
     rows, _ = report.results(test.folder)
-    if rows:
-        provenance.write_text(test.folder / "sweep" / "sweep.csv", agg.to_csv(rows))
-    keep.keep(test, rows, scrub.of_machine())
-    page = report.build(test, table)
-    provenance.write_text(test.folder / "report.html", archive.with_script(page))
+    try:
+        if rows:
+            provenance.write_text(test.folder / "sweep" / "sweep.csv", agg.to_csv(rows))
+        keep.keep(test, rows, scrub.of_machine())
+        page = report.build(test, table)
+        provenance.write_text(test.folder / "report.html", archive.with_script(page))
+    except OSError as error:
+        raise disk_error(error, test.folder, instead="run it again with another --output") from error
     archive.pack(test.folder, target, scrub.of_machine(), page)

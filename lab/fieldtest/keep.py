@@ -2,7 +2,7 @@
 `assets/traces`.
 
 * `NAME-sweep.json`: every measured cell in InferenceX's field names, as the page and `eagle3-lab bench sweep` open it. Provenance is in
-  the first row only, since it is the same in all; the client's arguments stay in the test's own files.
+  the first row and where it changes; the client's arguments stay in the test's own files.
 * `NAME-lossless-DRAFT.json`: the certificates.
 * `RECORDING-NAME.jsonl`: the recordings of the traced lanes, which play without an engine.
 
@@ -34,10 +34,15 @@ def slug(*words: str) -> str:
 
 
 def rows_to_keep(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows without what is long; the first one with its provenance."""
-    short = [{key: value for key, value in row.items() if key not in LONG} for row in rows]
-    if short:
-        short[0][LONG[0]] = rows[0].get(LONG[0])
+    """The rows without what is long; with provenance where it is another than the row's before, but for the time and the command."""
+    short, before = [], None
+    for number, row in enumerate(rows):
+        short.append({key: value for key, value in row.items() if key not in LONG})
+        told = row.get(LONG[0])
+        what = {key: value for key, value in told.items() if key not in ("made", "argv")} if isinstance(told, dict) else told
+        if not number or what != before:
+            short[-1][LONG[0]] = told
+        before = what
     return short
 
 

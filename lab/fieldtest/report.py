@@ -19,7 +19,7 @@ from lab.env import assets
 from lab.errors import LabError
 from lab.fieldtest import compare
 from lab.fieldtest.archive import SCRIPT
-from lab.fieldtest.run import Test
+from lab.fieldtest.run import EARLIER, Test
 from lab.trace import io
 from lab.trace.html import request_html, said
 
@@ -71,14 +71,20 @@ def _span(low: float | None, high: float | None, digits: int = 2) -> str:
 
 
 def results(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The measured cells, and a sentence for each file that cannot be read."""
+    """The measured cells, each once, and a sentence for each file that cannot be read, and on cells that were measured anew."""
     if not any(folder.glob("sweep/agg_*.json")):
         return [], []
     try:
         rows, errors = agg.load([folder / "sweep"])
     except LabError as error:
         return [], [str(error)]
-    return rows, [str(error) for error in errors]
+    newest = dict[Any, dict[str, Any]]()
+    for row in sorted(rows, key=lambda row: str(overlay.own(row, "began") or "")):
+        newest[overlay.own(row, "lane"), overlay.own(row, "draft"), overlay.workload(row), row["conc"], overlay.own(row, "seed")] = row
+    last = {id(row) for row in newest.values()}
+    kept = [row for row in rows if id(row) in last]
+    anew = [f"{len(rows) - len(kept)} earlier measurements of cells that were measured anew are left out."] if len(kept) < len(rows) else []
+    return kept, [*(str(error) for error in errors), *anew]
 
 
 def build(test: Test, table: Published | None) -> str:
@@ -203,11 +209,12 @@ def _drafts(test: Test, rows: list[dict[str, Any]]) -> str:
 
 
 def reasons(test: Test) -> dict[tuple[str, int], str]:
-    """Why a cell (draft, concurrency) was not measured, from its stage."""
+    """Why a cell (draft, concurrency) of the test's own lengths was not measured, from its stage."""
     found: dict[tuple[str, int], str] = {}
     for stage in test.stages:
         record = test.records.get(stage.name)
-        if stage.kind == "sweep" and record is not None and (record["state"] != "done" or "Refused" in record["reason"]):
+        main = stage.workload in (None, test.settings.workload)  # prompts from files were published nowhere
+        if stage.kind == "sweep" and main and record is not None and (record["state"] != "done" or "Refused" in record["reason"]):
             for lane in stage.lanes:
                 found[lane.draft, stage.concurrency] = f"{record['state']}: {record['reason']}"
     return found
@@ -259,6 +266,7 @@ def _traces(test: Test) -> str:
 
 def _files(folder: Path) -> str:
     hidden = (".zip", ".html")
-    names = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in hidden and not path.name.startswith(".")]
-    rows = [(said(str(path.relative_to(folder))), f"{path.stat().st_size:,}") for path in names]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in hidden and not path.name.startswith(".")]
+    names = [(path.relative_to(folder), path) for path in files]
+    rows = [(said(str(name)), f"{path.stat().st_size:,}") for name, path in names if not name.parts[0].startswith(EARLIER)]
     return f"<details><summary>{len(rows)} files beside this one</summary>{_table(('file', 'bytes'), rows, numbers=(1,))}</details>"

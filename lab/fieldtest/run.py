@@ -1,5 +1,8 @@
 """Running a field test: stage after stage in one folder, with its state in `fieldtest.json` after each of them.
 
+What was measured with other versions or on another machine is no part of the test: it is moved to `earlier-N` in the folder, so that no
+report, certificate or recording passes for this machine's.
+
 A stage that is done, with the same key, is not done again; one that failed, was skipped or stopped is tried anew by the next run. A failure
 is written down and the next stage follows; a stage whose need is not there is skipped with that reason. With a budget, a stage that by its
 estimate no longer fits is skipped, and one that is still running when the budget ends is stopped. Ctrl-C, SIGTERM and SIGHUP stop the stage
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import signal
 import time
@@ -22,11 +26,13 @@ from typing import Any
 import msgspec
 
 from lab import provenance
-from lab.errors import LabError
+from lab.errors import LabError, disk_error
 from lab.fieldtest.plan import Settings, Stage, estimate
 
 FORMAT, VERSION = "eagle3-lab-fieldtest", 1
 STATE = "fieldtest.json"
+#: Begins the names of folders with tests of other surroundings.
+EARLIER = "earlier-"
 #: Does one stage and says in a sentence what came of it; raises `LabError` where it failed.
 Work = Callable[[Stage], Awaitable[str]]
 Say = Callable[[str], None]
@@ -62,7 +68,7 @@ class Test:
         return {
             "format": FORMAT, "version": VERSION, "recipe": self.settings.recipe.name, "settings": self.settings.definition(),
             "concurrencies": list(self.settings.concurrencies), "drafts": list(self.settings.drafts), "hw": self.settings.hw,
-            "provenance": self.origin, "stages": listed, "runs": self.runs,
+            "provenance": self.origin, "surroundings": self.surroundings, "stages": listed, "runs": self.runs,
         }  # fmt: skip
 
     def save(self) -> None:
@@ -75,14 +81,18 @@ class Test:
 
 
 def load(test: Test, say: Say) -> None:
-    """Take over what an earlier run in the folder did. A state that is not whole is put aside, and said."""
+    """Take over what an earlier run in the folder did. A state that is not whole, or of other surroundings, is put aside, and said."""
     path = test.folder / STATE
     try:
         found = msgspec.json.decode(path.read_bytes())
         if found["format"] != FORMAT or found["version"] != VERSION:
             raise ValueError("another form")
-        test.records = {str(one["name"]): {**one, "seconds": float(one["seconds"]), "key": str(one["key"])} for one in found["stages"]}
-        test.runs = list(found["runs"])
+        records = {
+            str(one["name"]): {"reason": "", **one, "state": str(one["state"]), "seconds": float(one["seconds"]), "key": str(one["key"])}
+            for one in found["stages"]
+        }
+        runs = list(found["runs"])
+        around = found["surroundings"] if "surroundings" in found else provenance.surroundings(found["provenance"])
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
@@ -90,6 +100,25 @@ def load(test: Test, say: Say) -> None:
         with contextlib.suppress(OSError):
             path.replace(broken)
         say(f"The state of the earlier run cannot be read ({type(error).__name__}); it is kept as {broken.name}, and the test starts anew.")
+        return
+    if around == json.loads(json.dumps(test.surroundings)):
+        test.records, test.runs = records, runs
+        return
+    where = _set_aside(test.folder)
+    say(f"What is in the folder was measured with other versions or on another machine; it is kept in {where.name}: the test starts anew.")
+
+
+def _set_aside(folder: Path) -> Path:
+    """Move everything of an earlier test into a new folder beside it, its state last: a move that is interrupted is begun again."""
+    where = next(one for number in itertools.count(1) if not (one := folder / f"{EARLIER}{number}").exists())
+    found = [one for one in folder.iterdir() if not one.name.startswith((".", EARLIER))]
+    try:
+        where.mkdir()
+        for one in sorted(found, key=lambda one: one.name == STATE):
+            one.replace(where / one.name)
+    except OSError as error:
+        raise disk_error(error, folder, instead="name another folder with --output") from error
+    return where
 
 
 @contextmanager
@@ -182,11 +211,14 @@ async def _one(stage: Stage, record: dict[str, Any], work: Work, left: float | N
     began = time.monotonic()
     ended = ""
     try:
-        async with asyncio.timeout(left):
+        async with asyncio.timeout(left) as limit:
             record |= {"reason": await work(stage), "state": "done"}
-    except TimeoutError:
-        record |= {"state": "stopped", "reason": "The budget ended while it ran; what was measured is kept."}
-        ended = "budget"
+    except TimeoutError as error:
+        if limit.expired():
+            record |= {"state": "stopped", "reason": "The budget ended while it ran; what was measured is kept."}
+            ended = "budget"
+        else:  # the system's own, of a disk or a server
+            record |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
     except asyncio.CancelledError:
         if not stopped:
             stopped.append("SIGINT")

@@ -86,7 +86,7 @@ def understood(text: str, endpoint: Endpoint) -> Snapshot:
     """What `read` gave, as counters of now; raises `LabError` where it is something else."""
     try:
         return parse(text, time.time())
-    except (ValueError, KeyError) as error:  # a page of whatever stands before a server elsewhere
+    except (ValueError, KeyError, OverflowError) as error:  # a page of whatever stands before a server elsewhere
         raise LabError(f"The counters of {endpoint.url} cannot be read.", why="Its /metrics are not in the form of Prometheus.") from error
 
 

@@ -84,6 +84,12 @@ def test_every_lane_is_measured_in_every_round_beside_the_others() -> None:
     assert (cells[0].prompts, cells[0].warm_ups) == (2, 1)
 
 
+def test_places_that_are_planned_alone_do_not_all_begin_with_the_same_lane() -> None:
+    lanes = (BASE, BF16, Lane(RECIPE, "bf16", 1, traced=False))
+    first = [plan(seeds=(0, 1), lanes=lanes, concurrencies=(at,)).cells()[0].lane.key for at in (1, 4, 8, 16, 32, 64)]
+    assert len(set(first)) > 1, "a field test makes a plan for each concurrency"
+
+
 def test_published_load_is_the_default() -> None:
     made = Plan((BASE, BF16), tuple(lengths("1K/1K")), (4,))
     (cell, _) = made.cells()
@@ -336,6 +342,28 @@ def test_failures_are_written_down_and_do_not_end_it(tmp_path: Path, fake_vllm: 
         agg.load(sorted(tmp_path.glob("failed_*.json"))[:1])
 
 
+WHOLE = {
+    "failed": 0, "completed": 2, "duration": 1.0, "output_lens": [1, 1], "total_output_tokens": 2, "total_input_tokens": 2,
+    "total_token_throughput": 4.0, "output_throughput": 2.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "null", '{"failed": NaN}', *(json.dumps(WHOLE | one) for one in ({"duration": 0}, {"duration": None}, {"output_lens": []},
+     {"completed": "x"}, {"errors": [None]}, {"mean_tpot_ms": None}))],
+)  # fmt: skip
+def test_a_clients_file_that_is_not_whole_is_a_failed_cell(tmp_path: Path, fake_vllm: Any, content: str) -> None:
+    class Broken(client.Worker):
+        async def run(self, words: Any, environ: Any, output: Path) -> None:  # noqa: ARG002 - as the worker has it
+            output.with_suffix(".json").write_text(content)
+
+    sweep = prepared(tmp_path)
+    asyncio.run(sweep_run.run(sweep, fake_vllm, rest=0.0, worker=Broken()))
+    assert {row.state for row in sweep} == {"failed"}
+    assert "could not be kept" in sweep.rows[0].reason
+
+
 def test_a_server_that_others_use_meanwhile_spoils_the_cell(tmp_path: Path, fake_vllm: Any) -> None:
     fake_vllm.others = 5
     sweep = prepared(tmp_path, plan(lanes=(BASE,), concurrencies=(1,)))
@@ -391,7 +419,7 @@ def _processes() -> list[int]:
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except OSError:
         return ""
 
@@ -423,11 +451,22 @@ def test_inferencex_files_are_opened_and_compared(tmp_path: Path) -> None:
     assert "10.0 / 20.0" in text
 
 
+#: The lab's own fields as a file from elsewhere may use them.
+OTHERS_OWN = (
+    'draft": []', 'k": [1]', 'seed": {}', 'draft_checkpoint": {}', 'tokens": "x"', 'tokens": {"agree": false}', 'provenance": [1]',
+    'provenance": {"versions": "x"}', 'provenance": {"settings": "x"}', 'provenance": {"weights": {"target": "sha256"}}',
+    'without_loops": "x"', 'without_loops": {"without_repeated_8grams": {"mean_acceptance_length": {}}}',
+    'mean_acceptance_length": "long"', 'duration_s": -1', 'total_output_tokens": "nan"', 'gpus": "x"', 'label": {}', 'workload": [1]',
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\xff\xfe", b"{", b"[]", b"[1]", b'"x"', b"{}", b'{"conc": 4}', b'{"conc": 0, "output_tput_per_gpu": 1}',
      b'{"conc": 1, "output_tput_per_gpu": "fast"}', b'{"conc": 1, "output_tput_per_gpu": 1, "tp": []}',
-     b'{"conc": 1, "output_tput_per_gpu": -3}', b"[" * 100_000],
+     b'{"conc": 1, "output_tput_per_gpu": -3}', b"[" * 100_000, b'{"conc": 1000000000000000000000, "output_tput_per_gpu": 1}',
+     b'{"conc": 1, "output_tput_per_gpu": 1, "median_tpot": "nan"}', b'{"conc": 1, "output_tput_per_gpu": 1, "p99_ttft": "inf"}',
+     *(f'{{"conc": 1, "output_tput_per_gpu": 1, "eagle3_lab_{own}}}'.encode() for own in OTHERS_OWN)],
 )  # fmt: skip
 def test_files_that_are_no_result(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "agg_bad.json"
@@ -440,7 +479,21 @@ def test_files_that_are_no_result(tmp_path: Path, content: bytes) -> None:
     assert [type(error) for error in errors] == [LabError, LabError]
 
 
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "agg_big.json").open("wb") as handle:
+        handle.truncate(1 << 42)  # no byte of it is on the disk
+    with pytest.raises(LabError, match="too large"):
+        agg.load([tmp_path])
+
+
+def test_lengths_that_come_as_text_are_numbers() -> None:
+    row = FOREIGN | {"eagle3_lab_mean_acceptance_length": "2.50"}
+    rows = agg.loads(json.dumps([row, row | {"eagle3_lab_seed": 1}]).encode(), "agg_text.json")
+    assert "2.50" in sweep_table.render(rows)
+
+
 def test_a_spreadsheet_runs_nothing() -> None:
+    assert agg.to_csv([{"=1+1": 1}]).startswith("'=1+1")
     text = agg.to_csv([{"a": "=1+1", "b": 'say "x", y', "c": None, "d": [1]}, {"e": -1.5}])
     rows = list(csv.DictReader(io.StringIO(text)))
     assert rows[0] == {"a": "'=1+1", "b": 'say "x", y', "c": "", "d": "[1]", "e": ""}

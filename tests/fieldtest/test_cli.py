@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -45,6 +49,7 @@ def test_the_plan_is_printed_and_nothing_runs(tmp_path: Path, monkeypatch: pytes
         (("smollm2", "--concurrency", "0"), "out of range"),
         (("smollm2", "--seeds", "a"), "not a number"),
         (("smollm2", "--tp", "4"), "not made for 4 GPUs"),
+        (("smollm2", "--budget", "inf", "--dry-run"), "no number of minutes"),
     ],
 )
 def test_what_it_refuses(words: tuple[str, ...], what: str) -> None:
@@ -243,3 +248,35 @@ def test_cells_that_fail_or_are_refused_fail_their_stage(tmp_path: Path, fake_vl
         loop.run(work.close())
     assert len({load["pid"] for load in fake_vllm.loads}) == 1
     assert len(report.results(tmp_path)[0]) == 3, "what was measured is kept"
+
+
+HANGUP = """
+import asyncio, os, sys
+from pathlib import Path
+from lab.fieldtest import cli, plan, run
+from tests.fieldtest.made import ORIGIN, small
+settings = small()
+test = run.Test(settings, plan.stages(settings), Path(sys.argv[1]), dict(ORIGIN), {})
+async def work(stage):
+    if stage.name == "start-none":
+        Path(sys.argv[1], "busy").touch()
+        await asyncio.sleep(600)
+    return "fine"
+asyncio.run(run.run(test, work, cli._say))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="engines run on Linux")
+def test_a_terminal_that_goes_away_ends_the_test_in_order(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parent.parent.parent
+    terminal, end = os.openpty()
+    words = ["setsid", "--ctty", "--wait", sys.executable, "-c", HANGUP, str(tmp_path)]
+    child = subprocess.Popen(words, cwd=root, stdin=end, stdout=end, stderr=end)
+    os.close(end)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "busy").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.close(terminal)  # SIGHUP, and whatever is said from now on is an error
+    child.wait(60)
+    state = json.loads((tmp_path / "fieldtest.json").read_text())
+    assert (state["stages"][-1]["state"], state["runs"][-1]["how"]) == ("stopped", "SIGHUP")

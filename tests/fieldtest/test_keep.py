@@ -74,3 +74,13 @@ def test_what_is_kept_differs_in_nothing_when_it_is_opened_again(make: Callable[
     made = keep.keep(make(), [row, {**row, "conc": 8}], Scrubber({}, {}))
     rows, _ = agg.load([made[0]])
     assert overlay.differences(rows) == []
+
+
+def test_a_row_of_another_origin_keeps_it(make: Callable[..., run.Test]) -> None:
+    origin = {"made": "now", "argv": ["a"], "revision": "abc", "prompts": {}}
+    row: dict[str, Any] = {"conc": 4, "output_tput_per_gpu": 100.0, "eagle3_lab_key": "a"}
+    found = [origin, origin | {"made": "later", "argv": ["b"]}, origin | {"revision": "def"}, origin | {"revision": "def"}]
+    made = keep.keep(make(), [row | {"eagle3_lab_provenance": one} for one in found], Scrubber({}, {}))
+    assert ["eagle3_lab_provenance" in one for one in json.loads(made[0].read_text())] == [True, False, True, False]
+    rows, _ = agg.load([made[0]])
+    assert [one["eagle3_lab_provenance"]["revision"] for one in rows] == ["abc", "abc", "def", "def"]

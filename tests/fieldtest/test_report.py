@@ -179,6 +179,29 @@ def test_why_a_cell_is_missing_comes_from_its_stage(make: Make) -> None:
     assert "skipped: No time." in report.build(test, TABLE)
 
 
+def test_why_a_cell_is_missing_does_not_come_from_other_prompts(make: Make) -> None:
+    from lab.fieldtest.cli import _texts
+
+    test = make(small("kimi-k2.5", concurrencies=(4,), texts=_texts(64)))
+    test.records["sweep-bf16-conc4"] = {"state": "failed", "reason": "No memory.", "key": "", "seconds": 1.0}
+    test.records["sweep-bf16-chat-conc4"] = {"state": "skipped", "reason": "No time.", "key": "", "seconds": 0.0}
+    assert report.reasons(test) == {("bf16", 4): "failed: No memory."}
+
+
+def test_of_a_cell_that_was_measured_anew_the_last_one_counts(make: Make) -> None:
+    folder = make().folder
+    (folder / "sweep").mkdir()
+    old, new = (
+        row("bf16", 4, 100.0, eagle3_lab_began="2026-11-30T00:00:00Z"),
+        row("bf16", 4, 150.0, eagle3_lab_began="2026-12-01T00:00:00Z"),
+    )
+    for name, one in {"z": old, "a": new, "b": row("bf16", 4, 151.0, seed=1)}.items():
+        (folder / "sweep" / f"agg_{name}.json").write_text(json.dumps(one))
+    rows, said = report.results(folder)
+    assert sorted(one["output_tput_per_gpu"] for one in rows) == [150.0, 151.0]
+    assert "1 earlier" in said[0]
+
+
 def test_a_file_that_vanishes_is_no_crash(make: Make, tmp_path: Path) -> None:
     assert report.results(tmp_path / "nowhere") == ([], [])
     assert compare.acceptance(make().folder, None)[1] == "There are no traces of both drafts."

@@ -158,7 +158,45 @@ def test_any_error_of_a_stage_stays_in_the_stage(make: Make) -> None:
         go(make(small(max_tokens=3)), Work({"doctor": AssertionError()}))
 
 
+def test_what_another_machine_measured_is_moved_aside(make: Make) -> None:
+    test = make()
+    go(test, Work())
+    for name in ("sweep/agg_a.json", "lossless-bf16.json", "recordings/a.jsonl"):
+        (test.folder / name).parent.mkdir(exist_ok=True)
+        (test.folder / name).write_text("theirs")
+    other = make(small(), hardware={"cpu": "another processor"})
+    assert other.records == {}
+    assert sorted(one.name for one in test.folder.iterdir()) == ["earlier-1"]
+    assert (test.folder / "earlier-1" / "sweep" / "agg_a.json").read_text() == "theirs"
+    go(other, Work())
+    assert len(make(small(), hardware={"cpu": "another processor"}).done) == len(other.stages), "its own is taken over"
+    make()
+    assert (test.folder / "earlier-2" / run.STATE).is_file()
+
+
+@pytest.mark.parametrize("spoilt", [{"runs": None}, {"stages": [{"name": "doctor", "seconds": 1, "key": "x"}]}])
+def test_of_a_broken_state_nothing_is_taken_over(make: Make, spoilt: dict[str, Any]) -> None:
+    go(make(), Work())
+    path = make().folder / run.STATE
+    path.write_text(json.dumps(json.loads(path.read_text()) | spoilt))
+    assert make().records == {}
+
+
+def test_one_more_draft_is_examined(make: Make) -> None:
+    go(make(small(drafts=("none", "bf16"))), Work())
+    work = Work()
+    go(make(), work)
+    assert work.did[0] == "doctor"
+
+
 # --- the budget ---
+
+
+def test_a_timeout_of_the_system_is_a_failure_and_no_budget(make: Make) -> None:
+    test = make()
+    assert go(test, Work({"doctor": TimeoutError(110, "Connection timed out")}), budget=1e9) == "whole"
+    assert (test.records["doctor"]["state"], test.runs[-1]["how"]) == ("failed", "whole")
+    assert "Connection timed out" in test.records["doctor"]["reason"]
 
 
 def test_what_no_longer_fits_is_skipped_and_said(make: Make) -> None:

@@ -113,6 +113,8 @@ def test_the_archive_holds_no_secret_and_everything_else(tmp_path: Path, scrubbe
     (folder / "weights.safetensors").write_bytes(b"\0hf_abcdefghijklmnopqrstuvwx")
     (folder / "link.json").symlink_to("/etc/passwd")
     (folder / ".lock").write_text("")
+    (folder / "earlier-1").mkdir()
+    (folder / "earlier-1" / "doctor.txt").write_text("another machine's name, which nobody knows here")
     page = f"<p>{ENVIRONMENT['HF_TOKEN']}</p>{archive.SCRIPT}"
     target = archive.pack(folder, tmp_path / "out" / "back.zip", scrubber, page)
     with zipfile.ZipFile(target) as made:

@@ -56,7 +56,9 @@ def test_a_server_that_is_not_there() -> None:
         asyncio.run(scrape(Endpoint("http://127.0.0.1:9", "m")))
 
 
-@pytest.mark.parametrize("text", ["<html><body>Sign in</body></html>", 'vllm:num_requests_running{engine="0"} NaN'])
+@pytest.mark.parametrize(
+    "text", ["<html><body>Sign in</body></html>", 'vllm:num_requests_running{engine="0"} NaN', "vllm:num_requests_running +Inf"]
+)
 def test_something_else_than_counters(fake: Any, text: str) -> None:
     """As a proxy answers that knows the API's paths only."""
     fake.counters = iter([text + "\n"])
