@@ -88,13 +88,18 @@ def revision() -> str:
     return versions().get("eagle3-lab", "unknown")
 
 
+def _unicode(word: str) -> str:
+    """A word of the command line whose bytes that are not UTF-8 no file would take."""
+    return word.encode("utf-8", "backslashreplace").decode()
+
+
 def collect(**extra: Any) -> dict[str, Any]:
     """Provenance of something made now by this process; `extra` adds what only the caller knows (recipe, seed, ...)."""
     program = Path(sys.argv[0]).name if sys.argv else ""
     return {
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "revision": revision(),
-        "argv": ["eagle3-lab" if program == "cli.py" else program, *sys.argv[1:]],  # `python -m lab.cli` is the same command
+        "argv": ["eagle3-lab" if program == "cli.py" else program, *map(_unicode, sys.argv[1:])],  # `python -m lab.cli` is the same command
         "versions": versions(),
         "hardware": {**hardware(), "platform": platform.platform()},
         **extra,

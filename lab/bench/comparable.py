@@ -29,6 +29,8 @@ SAME = {
     "cores": "cores",
     "platform": "operating system",
 }
+#: What was sent with each request, so that one run may hold several.
+ASKED = ("k", "temperature", "max_tokens", "traced")
 #: What old recordings may lack without a word, because nothing was wrong then.
 QUIET = ("environment", "flags", "traced", "revision", "platform")
 
@@ -65,12 +67,14 @@ def side(provenance: Mapping[str, Any], requests: Sequence[Request]) -> dict[str
         "cores": hardware.get("cores"),
         "platform": hardware.get("platform"),
     }
-    for key in ("k", "temperature", "max_tokens", "traced"):
+    for key in ASKED:
         values = {repr(request.settings[key]): request.settings[key] for request in requests if request.settings.get(key) is not None}
         if len(values) == 1:
             found[key] = next(iter(values.values()))
         elif len(values) > 1:
             found[key] = sorted(values)
+    if len(lanes := sorted({request.lane for request in requests})) > 1:
+        found["lanes"] = lanes
     if found["k"] is None:
         widths = {len(step.draft) for request in requests for step in request.steps}
         found["k"] = max(widths, default=0) or None
@@ -93,11 +97,18 @@ def _flags(value: Any) -> list[str] | None:
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """A sentence for everything that was to be the same and is not, and one for what a side does not say."""
     warnings, unknown = [], []
+    for which, known in (("first", one), ("second", other)):
+        if lanes := known.get("lanes"):
+            warnings.append(f"Not comparable: the {which} run holds answers of several lanes: {_plain(lanes)}.")
     for key, name in SAME.items():
         a, b = one.get(key), other.get(key)
         if a is None or b is None:
             if (a is None) != (b is None) or key not in QUIET:
                 unknown.append(name)
+        elif key in ASKED and (isinstance(a, list) or isinstance(b, list)):
+            warnings.append(
+                f"Not comparable: not all answers have the same {name}: {_plain(a)} in the first run, {_plain(b)} in the second."
+            )
         elif a != b:
             warnings.append(
                 f"Not comparable: {name} differ{'' if key in ('flags', 'cores') or key == 'max_tokens' else 's'}: {_differ(a, b)}."

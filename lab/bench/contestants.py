@@ -7,11 +7,13 @@ of different targets cannot be compared at all.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab import recipes
+from lab.bench.result import told_apart
 from lab.errors import LabError
 from lab.recipes.model import LEVELS, Cut, Precision, Recipe
 from lab.recipes.variants import level_of, with_folder, without_level
@@ -65,14 +67,19 @@ def _folder(recipe: Recipe, text: str) -> tuple[Recipe, Precision, str]:
 
 def contestant(text: str, recipe: Recipe, k: int | None = None, *, compiled: bool | None = None) -> Contestant:
     """The contestant that `text` names: `[RECIPE:]bf16`, or the folder of an Eagle3 draft for the recipe's target; with `-low`, `-middle`
-    or `-high` behind it, that feature level is cut off.
+    or `-high` behind it, that feature level is cut off. A folder that is called as one of the recipe's drafts is named `./bf16`.
 
     Raises `LabError` for a name that means nothing here, and for a folder that holds no Eagle3 draft.
     """
-    path = Path(text).expanduser()
-    if path.is_dir() or "/" in text or text.startswith((".", "~")):
+    path = Path(os.path.expanduser(text))  # os.path throughout: it says no where pathlib raises, as for a name that is too long
+    there = os.path.isdir(path)
+    own, _, level = text.partition("-")
+    known = own in recipe.drafts and (not level or level in LEVELS)
+    whole, _, level = text.rpartition("-")
+    here = there or (level in LEVELS and os.path.isdir(whole))
+    if (here and not known) or "/" in text or text.startswith((".", "~")):
         whole, _, level = str(path).rpartition("-")
-        cut = level_of(level) if not path.is_dir() and level in LEVELS else None
+        cut = level_of(level) if not there and level in LEVELS else None
         chosen, precision, name = _folder(recipe, whole if cut else str(path))
         if cut:
             chosen = without_level(chosen, precision, cut)
@@ -106,8 +113,9 @@ def one_setting(contestants: Sequence[Contestant]) -> tuple[list[Contestant], li
     if len(contestants) < 2:
         raise LabError("A duel needs at least two drafts.", todo="Name two, for example: eagle3-lab duel bf16 fp8")
     first = _fixed(contestants[0].lane)
-    made, said = [Contestant(contestants[0].name, first)], []
-    for each in contestants[1:]:
+    names = told_apart([each.name for each in contestants])
+    made, said = [Contestant(names[0], first)], []
+    for name, each in zip(names[1:], contestants[1:], strict=True):
         own = _fixed(each.lane)
         if own.recipe.target != first.recipe.target:
             raise LabError(
@@ -115,11 +123,11 @@ def one_setting(contestants: Sequence[Contestant]) -> tuple[list[Contestant], li
                 why=f"Their targets differ: {own.recipe.target.name} and {first.recipe.target.name}.",
                 todo="Choose drafts of one target.",
             )
-        said += [f"{each.name}: {change}" for change in _changes(first, own)]
+        said += [f"{name}: {change}" for change in _changes(first, own)]
         recipe = replace(first.recipe, name=own.recipe.name, drafts=own.recipe.drafts, variant=own.recipe.variant)
-        made.append(Contestant(each.name, replace(first, recipe=recipe, draft=own.draft)))
+        made.append(Contestant(name, replace(first, recipe=recipe, draft=own.draft)))
     keys = [each.lane.key for each in made]
-    if twice := next((each.name for each in made if keys.count(each.lane.key) > 1), None):
+    if twice := next((each.name for each, key in zip(contestants, keys, strict=True) if keys.count(key) > 1), None):
         raise LabError(f"{twice} was named twice.", why="A draft is no opponent of itself.", todo="Name two different drafts.")
     return made, said
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.bench import result
+from lab.bench import pairs, result
 from lab.bench.prompts import Prompt
 from lab.bench.scoring import Asker, in_flight
 from lab.bench.steps import follow
@@ -150,12 +150,11 @@ def summarise(
 
 
 def _interval(sums: np.ndarray, seed: int) -> tuple[float, float] | None:
-    """95% percentile bootstrap over prompts of the pooled share; `sums` [prompts, 2] holds seconds of verification and of drafting."""
+    """95% bootstrap over prompts of the pooled share; `sums` [prompts, 2] holds seconds of verification and of drafting."""
     if len(sums) < 2:
         return None
     drawn = sums[np.random.default_rng(seed).integers(len(sums), size=(RESAMPLES, len(sums)))].sum(1)
-    low, high = np.percentile(drawn[:, 0] / drawn.sum(1), [2.5, 97.5])
-    return float(low), float(high)
+    return pairs.expanded(drawn[:, 0] / drawn.sum(1), len(sums))
 
 
 #: Why the gain shrinks, without numbers of one's own.

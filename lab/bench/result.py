@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,17 @@ from lab import provenance
 from lab.errors import LabError
 
 VERSION = 1
+
+
+def told_apart(names: Sequence[str]) -> list[str]:
+    """The names, numbered where several are the same but for capitals: "draft (1)", "draft (2)"."""
+    often, met = Counter(name.casefold() for name in names), Counter[str]()
+    made = []
+    for name in names:
+        key = name.casefold()
+        met[key] += 1
+        made.append(f"{name} ({met[key]})" if often[key] > 1 else name)
+    return made
 
 
 def save(path: Path, kind: str, provenance_: dict[str, Any], body: dict[str, Any], *, indent: int | None = 1) -> Path:

@@ -1,12 +1,13 @@
 """Two drafts over the same prompts, in numbers: the difference of each measure with its interval, and one plain sentence.
 
 Every measure is a ratio of sums over all requests (pooled), and a difference is the second draft's less the first's. Its interval is a
-percentile bootstrap over requests (Efron & Tibshirani 1993, chapter 13), *paired*: a request is drawn with both drafts' answers together,
-so that what a prompt does to both does not widen the interval. Steps of one answer are not independent, and are never drawn singly.
+percentile bootstrap over requests (Efron & Tibshirani 1993, chapter 13), expanded for few of them (`pairs.expanded`), and *paired*: a
+request is drawn with both drafts' answers together, so that what a prompt does to both does not widen the interval. Steps of one answer
+are not independent, and are never drawn singly.
 
 A difference counts as shown where the interval leaves out zero and there are at least `FEWEST` requests: with five, even five that all
-point the same way happen by chance once in sixteen times. Limits: a percentile interval is a little narrow for few requests; it speaks for
-prompts like these on this machine only; and of twenty comparisons without any difference, one will show one.
+point the same way happen by chance once in sixteen times. Limits: an interval speaks for prompts like these on this machine only; and of
+twenty comparisons without any difference, one will show one.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from typing import Literal
 
 import numpy as np
 
+from lab.bench.pairs import LEVEL, RESAMPLES, expanded
 from lab.trace.html import table
 from lab.trace.stats import Counts
 
-RESAMPLES = 10_000
-CONFIDENCE = 0.95
 FEWEST = 6
 
 Outcome = Literal["better", "worse", "no difference shown", "too few prompts"]
@@ -78,7 +78,7 @@ class Versus:
             ("output tok/s", self.speed),
         ]
         rows = [(name, f"{each.one:.3f}", f"{each.other:.3f}", _span(each, 3)) for name, each in measures if each is not None]
-        header = ("measure", "first", "second", f"difference [{CONFIDENCE:.0%}]")
+        header = ("measure", "first", "second", f"difference [{LEVEL:.0%}]")
         return table(header, rows, caption=f"{self.requests} prompts: {self.outcome}")
 
 
@@ -101,8 +101,7 @@ def difference(
     a, b = drawn @ first, drawn @ second
     known = (a[:, 1] > 0) & (b[:, 1] > 0)
     found = b[known, 0] / b[known, 1] - a[known, 0] / a[known, 1]
-    low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Difference(float(values[0]), float(values[1]), float(low), float(high))
+    return Difference(float(values[0]), float(values[1]), *expanded(found, len(first)))
 
 
 def speed_ratio(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]], *, seed: int = 0) -> Difference | None:
@@ -115,8 +114,7 @@ def speed_ratio(one: Sequence[tuple[float, float]], other: Sequence[tuple[float,
         return Difference(1.0, ratio, None, None)
     drawn = np.random.default_rng(seed).multinomial(len(first), [1 / len(first)] * len(first), size=RESAMPLES)
     a, b = drawn @ first, drawn @ second
-    low, high = np.quantile(b[:, 0] / b[:, 1] / (a[:, 0] / a[:, 1]) - 1, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Difference(1.0, ratio, float(low), float(high))
+    return Difference(1.0, ratio, *expanded(b[:, 0] / b[:, 1] / (a[:, 0] / a[:, 1]) - 1, len(first)))
 
 
 def versus(

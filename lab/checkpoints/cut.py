@@ -86,7 +86,8 @@ def levels(folder: Path, fc: Fc) -> int:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LabError(f"{folder / 'config.json'} cannot be read.", why=f"{error}.", todo="Fetch the file again.") from error
-    config = {**config.get("transformer_layer_config", {}), **config}
+    config = config if isinstance(config, dict) else {}
+    config = {**(config.get("transformer_layer_config") or {}), **config}
     ids = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     wide = config.get("target_hidden_size") or config.get("hidden_size")
     if isinstance(wide, int) and wide > 0 and fc.columns % wide == 0:

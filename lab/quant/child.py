@@ -62,7 +62,7 @@ def run(module: str, *arguments: str, on_progress: Callable[[str], None]) -> tup
     root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-P", "-m", module, *arguments],  # -P: a folder `lab` or `vllm` where the person happens to be is not meant
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from lab import provenance
 from lab.errors import disk_error
-from lab.quant.draft import read_json
+from lab.quant.draft import read_draft, read_json
 from lab.quant.kv import MI355X, kv_gain, this_machine
 from lab.quant.report import table
 from lab.quant.run import SCHEME, quantize_draft
@@ -27,7 +28,10 @@ def quantize(
     report_file: Annotated[Path | None, typer.Option("--json", help="Also write the report here.")] = None,
 ) -> None:
     """Quantise an Eagle3 draft to FP8 with AMD Quark; fc and lm_head keep their precision."""
-    config = read_json(target / "config.json") if target else None
+    draft_dir, output = (Path(os.path.expanduser(path)) for path in (draft_dir, output))  # no shell does it in --output=~/fp8
+    config = read_json(Path(os.path.expanduser(target)) / "config.json") if target else None
+    if config is not None:
+        kv_gain(0, config, MI355X, draft=read_draft(draft_dir).config)  # what cannot be counted is said before anything is made
     report = quantize_draft(draft_dir, output, lambda text: typer.echo(f"  {text}", err=True), scheme=scheme)
     typer.echo(table(report))
     if config is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab import provenance
+from lab.errors import LabError
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,17 @@ class KvGain:
         return self.saved_bytes / self.machine.memory_bytes if self.machine.memory_bytes else 0.0
 
 
-def _layers(config: Mapping[str, Any], bytes_per_value: int) -> tuple[int, str]:
-    """Bytes a token over all layers of one model, and the sum."""
+def _layers(config: Mapping[str, Any], bytes_per_value: int, *, unsaid: int = 0) -> tuple[int, str]:
+    """Bytes a token over all layers of one model (`unsaid` of them where it does not say), and the sum."""
     text = config.get("text_config") or config.get("transformer_layer_config") or config
-    layers = text.get("num_hidden_layers") or config.get("num_hidden_layers") or 1
+    text = text if isinstance(text, Mapping) else {}
+    layers = text.get("num_hidden_layers") or config.get("num_hidden_layers") or unsaid
+    if not layers or not (text.get("kv_lora_rank") or text.get("num_attention_heads")):
+        raise LabError(
+            "The size of a KV-cache token cannot be told from this config.json.",
+            why="It does not say num_hidden_layers and num_attention_heads (or kv_lora_rank), or calls them otherwise.",
+            todo="Leave --target out, or give the target's folder.",
+        )
     if text.get("kv_lora_rank"):
         rank, rope = text["kv_lora_rank"], text.get("qk_rope_head_dim", 0)
         return layers * (rank + rope) * bytes_per_value, f"{layers} layers * ({rank} latent + {rope} rotary) * {bytes_per_value} B"
@@ -72,7 +80,7 @@ def kv_gain(
     """Tokens that fit into `saved_bytes`; with `draft` its own layer's cache is counted too, since it holds the same tokens."""
     per_token, formula = _layers(target, bytes_per_value)
     if draft is not None:
-        more, words = _layers(draft, bytes_per_value)
+        more, words = _layers(draft, bytes_per_value, unsaid=1)
         per_token, formula = per_token + more, f"{formula} + draft: {words}"
     return KvGain(
         machine, saved_bytes, per_token, max(0, saved_bytes) // per_token, f"{saved_bytes} B / ({formula} = {per_token} B a token)"

@@ -8,8 +8,10 @@ folder; after SIGKILL it stays, unlocked, and the next run with the same output 
 from __future__ import annotations
 
 import fcntl
+import glob
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,6 +31,8 @@ from lab.quant.report import REPORT, QuantReport, Tensor
 SCHEME = "ptpc_fp8"
 #: Files beside the weights that a draft may need; training state, sources and read-me files stay behind.
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "LICENSE*", "NOTICE*")
+#: The lab's own records of the source, which are not true of the result.
+LEFT = (REPORT, "eagle3-lab.json", "acceptance.json", "provenance.json")
 #: Room for configuration, report and index on top of the weights.
 SPARE_BYTES = 16 << 20
 
@@ -37,7 +41,7 @@ SPARE_BYTES = 16 << 20
 def _staging(output: Path) -> Iterator[Path]:
     """A locked folder beside `output`, removed at the end; unlocked ones that a killed process left are removed first."""
     prefix = f".{output.name}.tmp-"
-    for old in output.parent.glob(f"{prefix}*"):
+    for old in output.parent.glob(f"{glob.escape(prefix)}*"):
         with _lock(old) as free:
             if free:
                 shutil.rmtree(old, ignore_errors=True)
@@ -62,6 +66,10 @@ def _lock(folder: Path) -> Iterator[bool]:
 
 def _no_space(folder: Path, why: str) -> LabError:
     return LabError(f"There is no space left for the FP8 draft in {folder}.", why=why, todo="Free some space or choose another --output.")
+
+
+def _unwritable(output: Path, error: OSError) -> LabError:
+    return LabError(f"{output} cannot be written.", why=f"{error.strerror or error}.", todo="Choose another --output.")
 
 
 def _check_space(folder: Path, need: int) -> None:
@@ -95,16 +103,25 @@ def quantize_draft(source: Path, output: Path, on_progress: Callable[[str], None
     misread; then there is no output folder.
     """
     say = on_progress or (lambda _text: None)
-    source, output = Path(source).resolve(), Path(output).absolute()
+    source = Path(os.path.realpath(os.path.expanduser(source)))  # pathlib's own would raise for a loop of links, and for ~nobody
+    output = Path(os.path.expanduser(output)).absolute()
     if scheme != SCHEME:
         raise LabError(
             f"The lab does not make drafts in the scheme '{scheme}'.",
             why=f"Of Quark's file-to-file schemes, {SCHEME} is the one that vLLM serves for an Eagle3 draft here and on an AMD GPU alike.",
             todo=f"Use {SCHEME}.",
         )
+    for path in (source, output):
+        if (name := os.fsencode(path)) != str(path).encode("utf-8", "replace"):
+            why = "safetensors opens no such files."
+            raise LabError(f"The name of the folder {name!r} is not UTF-8.", why=why, todo="Rename it, or choose another.")
     draft = read_draft(source)
     check_quantisable(draft)
-    if output.exists() or output.is_symlink():
+    try:
+        taken = output.exists() or output.is_symlink()
+    except OSError as error:
+        raise _unwritable(output, error) from error
+    if taken:
         raise LabError(f"{output} exists already.", todo="Remove it or choose another --output.")
     for package in ("quark", "torch"):
         if importlib.util.find_spec(package) is None:
@@ -118,14 +135,14 @@ def quantize_draft(source: Path, output: Path, on_progress: Callable[[str], None
     except OSError as error:
         if error.errno == 28:
             raise _no_space(output.parent, "The disk filled up meanwhile.") from error
-        raise LabError(f"{output} cannot be written.", why=f"{error.strerror or error}.", todo="Choose another --output.") from error
+        raise _unwritable(output, error) from error
 
 
 def _make(source: Path, output: Path, stage: Path, weights: tuple[Path, ...], scheme: str, say: Callable[[str], None]) -> QuantReport:
     """Stage the source as links, run the two children, write the report, rename."""
     staged = stage / "source"
     staged.mkdir()
-    sides = {path for pattern in SIDE_FILES for path in source.glob(pattern) if path.is_file()} - {source / REPORT}
+    sides = {path for pattern in SIDE_FILES for path in source.glob(pattern) if path.is_file() and path.name not in LEFT}
     if not (source / INDEX).exists():
         sides.discard(source / INDEX)
     for path in {*weights, *sides}:

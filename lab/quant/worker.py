@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import types
+import zipfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,15 @@ def _unpickle(folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    weights = torch.load(folder / PICKLE, map_location="cpu", weights_only=True, mmap=True)
+    path = folder / PICKLE
+    todo = "Fetch the file again, or save the draft's weights as safetensors."
+    try:  # before torch 1.6 files were no ZIP archives, which cannot be mapped
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # whatever bytes make torch's reader and unpickler raise
+        why = f"{' '.join(str(error).split())[:200] or type(error).__name__}."
+        raise LabError(f"{path.resolve()} is damaged, or holds more than weights.", why=why, todo=todo) from error
+    if not isinstance(weights, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
+        raise LabError(f"{path.resolve()} does not map names to tensors alone.", why="It may be a training checkpoint.", todo=todo)
     save_file({name: tensor.contiguous().clone() for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     (folder / PICKLE).unlink()
 
@@ -95,6 +104,8 @@ def _measure(before: Draft, after: Draft) -> list[Tensor]:
         row = Tensor(name, header.shape, header.dtype, written.dtype, header.bytes, header.bytes)
         scale = new.get(f"{name}_scale")
         wanted = is_linear(name, header) and name.split(".")[-2] not in EXCLUDED
+        if was.is_floating_point() and not bool(was.isfinite().all()):
+            raise LabError(f"{name} holds numbers that are not finite (NaN or infinity).", todo="Export the draft again.")
         if not wanted:
             if scale is not None or was.dtype != now.dtype or not was.equal(now):
                 raise LabError(f"Quark changed {name}, which was to stay as it is.")
@@ -105,7 +116,8 @@ def _measure(before: Draft, after: Draft) -> list[Tensor]:
         reference = was.double()
         wrong = (now.double() * scale.double().reshape(-1, 1) - reference).norm(dim=1)
         if not bool(wrong.isfinite().all()):
-            raise LabError(f"{name} holds numbers that are not finite after quantising.", why="The source may hold some already.")
+            why = "The numbers of some channel may be too small for a scale."
+            raise LabError(f"{name} holds numbers that are not finite after quantising.", why=why)
         size = reference.norm(dim=1)
         errors = wrong / size.clamp(min=1e-300)
         top = errors.topk(min(WORST, errors.numel()))

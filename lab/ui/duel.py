@@ -304,7 +304,9 @@ def duel(lab: Lab, frame: Frame) -> Duel:
             report = core.from_traces(traces)
         except LabError as error:
             return failed(error), *(keep,) * 6
-        origin = provenance.collect(recordings=[{"name": name, "provenance": trace.provenance} for name, trace in traces])
+        called = [each["name"] for each in report["contestants"]]
+        recordings = [{"name": name, "provenance": trace.provenance} for name, (_, trace) in zip(called, traces, strict=True)]
+        origin = provenance.collect(recordings=recordings)
         line = Status("done", "Opened two traces of the same prompts.", f"{report['setting']['prompts']} prompts are in both")
         return finish(report, origin, line, title="two saved traces", state="opened")
 

@@ -143,6 +143,40 @@ def test_bad_names_are_sentences(names: list[str], words: str) -> None:
     assert caught.value.todo
 
 
+def a_draft(folder: Path) -> Path:
+    """The shipped draft in a folder of one's own."""
+    shipped = Path(str(env.assets())) / "drafts" / "smollm2-135m-eagle3"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(shipped / name)
+    return folder
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [a_draft(tmp_path / parent / name) for parent, name in (("a", "draft"), ("b", "draft"), ("c", "Draft"))]
+    made, _ = one_setting([contestant(str(folder), recipes.get("smollm2")) for folder in (*folders, "bf16")])
+    assert [each.name for each in made] == ["draft (1)", "draft (2)", "Draft (3)", "BF16"]
+
+
+def test_a_folder_that_is_called_as_a_draft_of_the_recipe_is_not_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `eagle3-lab quantize DRAFT --output fp8` the default duel is still the recipe's."""
+    recipe = recipes.get("smollm2")
+    for name in ("fp8", "bf16-low", "mine"):
+        a_draft(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for name in ("fp8", "bf16-low"):
+        assert contestant(name, recipe).name == label(name)
+        assert contestant(f"./{name}", recipe).name == name
+    assert contestant("mine", recipe).name == "mine"
+    assert contestant("mine-high", recipe).name == "mine without high level", "as --levels names them"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, f"/{'x' * 300}", "~nobody-of-that-name/draft"])
+def test_names_that_no_file_can_have_are_sentences(name: str) -> None:
+    with pytest.raises(LabError):
+        contestant(name, recipes.get("smollm2"))
+
+
 # --- measuring ---
 
 
@@ -334,6 +368,71 @@ def test_two_saved_traces_are_compared_and_warned_of(tmp_path: Path) -> None:
         assert not (tmp_path / "e.json").exists()
 
 
+def traces_of(folder: Path, *several: list[Request]) -> list[str]:
+    """A saved trace for each, all of the same file name."""
+    return [str(save(Trace(provenance={}, requests=each), folder / str(number) / "bf16.jsonl")) for number, each in enumerate(several)]
+
+
+def test_traces_of_one_file_name_are_told_apart(tmp_path: Path) -> None:
+    paths = traces_of(tmp_path, *([request(accept, f"prompt {n}") for n in range(8)] for accept in (2, 1)))
+    ran = CliRunner().invoke(app, [*paths, "--output", str(tmp_path / "d.json")], catch_exceptions=False)
+    assert "bf16 (2) is worse than bf16 (1)" in ran.output
+    report, origin = reports.load(tmp_path / "d.json")
+    assert [each["name"] for each in report["contestants"]] == [each["name"] for each in origin["recordings"]] == ["bf16 (1)", "bf16 (2)"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "warning"),
+    [
+        ([{"temperature": 0.0}, {"temperature": 0.8}], "temperature 0.0 and 0.8", "not all answers have the same temperature"),
+        ([{"k": 3}, {"k": 5}], "K=3 and 5, ", "not all answers have the same K"),
+        ([{"max_tokens": 16}, {"max_tokens": 32}], "up to 16 and 32 new tokens", "not all answers have the same new tokens"),
+        ([{"temperature": None, "max_tokens": None}], "temperature not known, new tokens not known", "Not known for both runs"),
+    ],
+)
+def test_traces_of_several_settings_or_of_unknown_ones(tmp_path: Path, settings: list[dict[str, Any]], asked: str, warning: str) -> None:
+    """A session on the page may have moved every control between two answers; both sides alike, and still no prompt may meet its own."""
+    every = [[request(1, f"prompt {n}", settings=settings[(n + turn) % len(settings)]) for n in range(8)] for turn in (0, 1)]
+    ran = CliRunner().invoke(app, [*traces_of(tmp_path, *every), "--output", str(tmp_path / "d.json")], catch_exceptions=False)
+    assert ran.exit_code == 0
+    assert asked in ran.output
+    assert asked.split(", ")[0] in (tmp_path / "d.html").read_text()
+    assert warning in ran.output
+
+
+def test_a_trace_of_several_lanes_is_warned_of(tmp_path: Path) -> None:
+    mixed, pure = [request(1, f"prompt {n}") for n in range(8)], [request(1, f"prompt {n}") for n in range(8)]
+    mixed[3].lane = "smollm2/fp8/k3/eager"
+    ran = CliRunner().invoke(app, [*traces_of(tmp_path, mixed, pure), "--output", str(tmp_path / "d.json")], catch_exceptions=False)
+    assert "the first run holds answers of several lanes: l, smollm2/fp8/k3/eager" in ran.output
+
+
+def test_what_cannot_be_kept_is_said_before_minutes_of_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lab.bench import duel_cli
+
+    monkeypatch.setattr(duel_cli, "_measure", lambda *_args, **_more: pytest.fail("it was measured"))
+    (tmp_path / "file").write_text("in the way")
+    for arguments, words in (
+        (["--output", "d.html"], "cannot both be"),
+        (["--output", "d.json", "--html", "d.json"], "cannot both be"),
+        (["--output", "d.json", "--traces", str(tmp_path / "file")], "Nothing can be written to"),
+    ):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(LabError, match=words):
+            CliRunner().invoke(app, ["bf16", "fp8", *arguments], catch_exceptions=False)
+    assert CliRunner().invoke(app, ["--seed", "-1"]).exit_code == 2
+
+
+def test_a_trace_that_cannot_be_saved_costs_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lab.bench import duel_cli
+
+    found = measured(2, 1)
+    (tmp_path / "bf16.jsonl").mkdir()
+    duel_cli._save_traces(found, list(found.plan.contestants), [{}, {}], tmp_path)
+    assert "could not be saved" in "".join(capsys.readouterr())
+    assert (tmp_path / "fp8.jsonl").is_file()
+
+
 # --- the export ---
 
 
@@ -342,6 +441,8 @@ def test_the_page_is_one_file_and_hostile_text_is_inert(tmp_path: Path) -> None:
     for answers in found.answers:
         answers["p0"].prompt = "</p><script>alert(2)</script> \u202e${alert(3)}"
     report = summary(found)
+    for name in (report["contestants"][0], report["comparisons"][0]):
+        name["name" if "name" in name else "one"] = "\u202e<img src=http://evil.example/y>\udce9"  # a file's name, as the system gave it
     page = html(report, {"made": "now", "argv": ["</pre><script>alert(4)</script>"], "hardware": {"cpu": "<b>", "cores": 2}})
     (tmp_path / "p.html").write_text(page)
     tags = {tag.lower() for tag in re.findall(r"<\s*([a-zA-Z]+)", page)}

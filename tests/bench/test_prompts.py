@@ -95,10 +95,12 @@ def test_spec_bench_files_are_read(tmp_path: Path) -> None:
 
 
 def test_several_files_keep_their_ids_apart(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text('{"question_id": 0, "turns": ["Hello"]}\n')
-    files = prompts.gather((), [tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
-    assert [prompt.id for one in files for prompt in one.prompts] == ["a/0", "b/0"]
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "other/a.jsonl")]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"question_id": 0, "turns": ["Hello"]}\n')
+    assert [prompt.id for one in prompts.gather((), paths[:2]) for prompt in one.prompts] == ["a/0", "b/0"]
+    assert [prompt.id for one in prompts.gather((), paths) for prompt in one.prompts] == ["a (1)/0", "b/0", "a (2)/0"]
 
 
 @pytest.mark.parametrize(

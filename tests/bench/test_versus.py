@@ -53,6 +53,19 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 0.88 < hits / trials < 0.99
 
 
+@pytest.mark.parametrize("prompts", [FEWEST, 8, 24])
+def test_two_drafts_that_are_alike_seldom_show_a_difference_however_few_the_prompts(prompts: int) -> None:
+    random, shown, trials = np.random.default_rng(3), 0, 400
+    for _ in range(trials):
+        drafts = random.integers(30, 70, prompts)
+        rates = np.clip(random.beta(4, 4, prompts) + random.normal(0, 0.05, (2, prompts)), 0.02, 0.98)
+        one, other = (list(zip(random.binomial(3 * drafts, rate), drafts, strict=True)) for rate in rates)
+        found = difference(one, other, offset=1.0)
+        assert found is not None
+        shown += found.shown()
+    assert shown / trials < 0.08  # a plain percentile interval: 0.13 of 6 prompts, 0.10 of 8
+
+
 def test_what_is_undefined_is_none() -> None:
     assert difference([], []) is None
     assert difference([(0, 0)], [(1, 1)]) is None

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lab import checkpoints, recipes
-from lab.checkpoints.cut import cut, find_fc
+from lab.checkpoints.cut import Fc, cut, find_fc, levels
 from lab.errors import LabError
 from lab.recipes.model import LEVELS, Asset, Checkpoint, Level
 from lab.recipes.variants import level_of, with_folder, without_level
@@ -98,5 +98,7 @@ def test_what_cannot_be_cut_is_said_and_leaves_nothing(tmp_path: Path, monkeypat
     with pytest.raises(LabError, match="damaged or no safetensors file"):
         attempt(short)
     assert not [path for path in (tmp_path / "cache/checkpoints").iterdir() if not path.name.endswith(".lock")]
+    (short / "config.json").write_text('{"transformer_layer_config": null}')  # as some exporters write what is not there
+    assert levels(short, Fc(short / "model.safetensors", 0, H, 3 * H, 2)) == 3
     with pytest.raises(LabError, match=r"no \.safetensors"):
         find_fc(tmp_path)

@@ -165,6 +165,45 @@ def test_changed_tensor_is_found(draft, tmp_path, monkeypatch):
         work(tmp_path / "stage", SCHEME)
 
 
+@pytest.mark.parametrize("name", ["fc.weight", "norm.weight", "midlayer.mlp.up_proj.weight"])
+def test_numbers_that_are_not_finite_are_the_sources_fault(draft, tmp_path, name):
+    weights = load_file(draft / "model.safetensors")
+    weights[name].view(-1)[0] = float("nan")
+    save_file(weights, draft / "model.safetensors")
+    (tmp_path / "stage").mkdir()
+    draft.rename(tmp_path / "stage" / "source")
+    with pytest.raises(LabError, match=rf"{name} holds numbers that are not finite"):
+        work(tmp_path / "stage", SCHEME)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("before ZIP archives", ""),
+        ("cut short", "is damaged, or holds more than weights"),
+        ("no pickle", "is damaged, or holds more than weights"),
+        ("code", "is damaged, or holds more than weights"),
+        ("training checkpoint", "does not map names to tensors alone"),
+        ("a list", "does not map names to tensors alone"),
+    ],
+)
+def test_pickled_drafts_that_are_not_as_they_should_be(tmp_path, kind, words):
+    source = write(tmp_path / "stage" / "source", config(), tensors(config()), pickled=True)
+    path = source / "pytorch_model.bin"
+    if kind == "before ZIP archives":
+        torch.save(tensors(config()), path, _use_new_zipfile_serialization=False)
+        assert work(tmp_path / "stage", SCHEME)["tensors"]
+        return
+    if kind in ("cut short", "no pickle"):
+        path.write_bytes(path.read_bytes()[:5000] if kind == "cut short" else b"hello")
+    elif kind == "code":
+        torch.save({"fc.weight": os.getcwd}, path)
+    else:
+        torch.save({"state_dict": tensors(config()), "epoch": 3} if kind == "training checkpoint" else [1], path)
+    with pytest.raises(LabError, match=words):
+        work(tmp_path / "stage", SCHEME)
+
+
 def test_patterns():
     names = ["fc", "lm_head", "midlayer.self_attn.o_proj", "model.layers.0.mlp.up_proj"]
     assert vllm_patterns(names) == [r"re:(?:.*\.)?" + end + "$" for end in ("fc", "lm_head", r"mlp\.up_proj", r"self_attn\.o_proj")]
@@ -204,6 +243,18 @@ def test_a_lock_of_an_interrupted_compilation_holds_nobody(draft, tmp_path, monk
     assert code == 0, tail
     assert (tmp_path / "stage" / "draft" / "model.safetensors").exists()
     assert {path.name for path in (tmp_path / "extensions").rglob("*") if path.is_file()} == {"lock"}
+
+
+def test_a_folder_here_that_is_called_as_a_package_is_not_imported(tmp_path, monkeypatch):
+    """An engineer in a checkout of vLLM has a folder `vllm` there."""
+    for name in ("lab", "vllm", "quark", "torch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    code, tail = child.run("lab.quant.worker", str(tmp_path / "none"), SCHEME, on_progress=lambda _text: None)
+    assert "the wrong one" not in tail
+    assert "No module named" not in tail
+    assert code == 1  # there is no stage to write the answer to
 
 
 CLI = "import typer; from lab.quant.cli import quantize; typer.run(quantize)"
