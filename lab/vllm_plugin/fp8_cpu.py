@@ -23,6 +23,8 @@ Float32. A CPU without AVX-512 computes in float32 (`lab/recipes/cpu.py`), where
 float16 and bfloat16 only, since its GPU kernels know no other type; `register` adds float32.
 
 Limits: bfloat16 for the packed way, K and N multiples of 32 (vLLM's op aborts the process on some other sizes and types, and on no rows).
+Speed over BF16's layer on a CPU with AMX (`fp8_bench`, the default draft's sizes; 1, 4 and 16 rows): 1.8, 1.2 and 1.0 times where the
+weights come from memory; 1.4, 0.8 and 0.6 times where they stay in a cache.
 ROCm and CUDA never see this kernel.
 """
 
