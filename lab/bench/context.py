@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from lab.bench import pairs, result
+from lab.bench import result
 from lab.bench.prompts import Prompt
 from lab.bench.scoring import Asker, in_flight
 from lab.bench.steps import follow
 from lab.errors import LabError
 from lab.trace.model import Step
+from lab.trace.stats import expanded
 
 Say = Callable[[str], None]
 RESAMPLES = 4000
@@ -154,7 +155,7 @@ def _interval(sums: np.ndarray, seed: int) -> tuple[float, float] | None:
     if len(sums) < 2:
         return None
     drawn = sums[np.random.default_rng(seed).integers(len(sums), size=(RESAMPLES, len(sums)))].sum(1)
-    return pairs.expanded(drawn[:, 0] / drawn.sum(1), len(sums))
+    return expanded(drawn[:, 0] / drawn.sum(1), len(sums))
 
 
 #: Why the gain shrinks, without numbers of one's own.

@@ -5,19 +5,18 @@ Within a pair the order is random, and the next pair runs in the opposite order:
 
 The speed-up is the ratio of two rates, tokens over seconds, each pooled over all pairs. Its interval is a percentile bootstrap over pairs
 (Efron 1979): pairs are drawn with replacement, both lanes of a pair together, so that what a pair shares does not widen the interval.
-A plain percentile interval of few pairs is too narrow: of 8 it leaves out the truth one time in ten. So it is *expanded* (Hesterberg 2015,
-The American Statistician 69(4)): its quantiles are taken further out, by as much as Student's t asks for.
-Limits: below about five pairs no quantile lies far enough out, and the interval is their range; it says nothing about other prompts or
-other machines.
+A plain one of few pairs is too narrow, so it is *expanded* (`trace.stats.expanded`).
+Limits: below about five pairs the interval is no more than their range; it says nothing about other prompts or other machines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
+
+from lab.trace.stats import expanded
 
 #: Resamples of a bootstrap, and the share of them that an interval holds.
 RESAMPLES = 10_000
@@ -59,20 +58,8 @@ def turns(lanes: int, pairs: int, seed: int) -> list[tuple[int, ...]]:
     return orders
 
 
-def expanded(samples: np.ndarray, units: int) -> tuple[float, float]:
-    """The expanded percentile interval at `LEVEL` of a bootstrap's `samples`, which were drawn from `units` (two or more) at a time."""
-    normal, free = NormalDist(), max(1, units - 1)
-    z = normal.inv_cdf((1 + LEVEL) / 2)
-    # Student's t from the normal quantile (Abramowitz & Stegun 26.7.5): within 0.01 from 5 degrees of freedom on.
-    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
-    tail = normal.cdf(-t * (units / free) ** 0.5)
-    low, high = np.quantile(samples, [tail, 1 - tail])
-    return float(low), float(high)
-
-
 def _estimate(value: float, samples: np.ndarray, units: int) -> Estimate:
-    return Estimate(float(value), *expanded(samples, units))
+    return Estimate(float(value), *expanded(samples, units, LEVEL))
 
 
 def _check(tokens: np.ndarray, seconds: np.ndarray) -> None:

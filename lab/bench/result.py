@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +16,14 @@ VERSION = 1
 
 
 def told_apart(names: Sequence[str]) -> list[str]:
-    """The names, numbered where several are the same but for capitals: "draft (1)", "draft (2)"."""
-    often, met = Counter(name.casefold() for name in names), Counter[str]()
-    made = []
+    """The names, numbered where several are the same but for capitals: "draft (1)", "draft (2)"; no number makes a name that is taken."""
+    often = Counter(name.casefold() for name in names)
+    taken, made = set(often), []
     for name in names:
-        key = name.casefold()
-        met[key] += 1
-        made.append(f"{name} ({met[key]})" if often[key] > 1 else name)
+        if often[name.casefold()] > 1:
+            name = next(one for number in itertools.count(1) if (one := f"{name} ({number})").casefold() not in taken)
+            taken.add(name.casefold())
+        made.append(name)
     return made
 
 

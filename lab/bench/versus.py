@@ -1,7 +1,7 @@
 """Two drafts over the same prompts, in numbers: the difference of each measure with its interval, and one plain sentence.
 
 Every measure is a ratio of sums over all requests (pooled), and a difference is the second draft's less the first's. Its interval is a
-percentile bootstrap over requests (Efron & Tibshirani 1993, chapter 13), expanded for few of them (`pairs.expanded`), and *paired*: a
+percentile bootstrap over requests (Efron & Tibshirani 1993, chapter 13), expanded for few of them (`expanded`), and *paired*: a
 request is drawn with both drafts' answers together, so that what a prompt does to both does not widen the interval. Steps of one answer
 are not independent, and are never drawn singly.
 
@@ -18,9 +18,9 @@ from typing import Literal
 
 import numpy as np
 
-from lab.bench.pairs import LEVEL, RESAMPLES, expanded
+from lab.bench.pairs import LEVEL, RESAMPLES
 from lab.trace.html import table
-from lab.trace.stats import Counts
+from lab.trace.stats import Counts, expanded
 
 FEWEST = 6
 
@@ -101,7 +101,7 @@ def difference(
     a, b = drawn @ first, drawn @ second
     known = (a[:, 1] > 0) & (b[:, 1] > 0)
     found = b[known, 0] / b[known, 1] - a[known, 0] / a[known, 1]
-    return Difference(float(values[0]), float(values[1]), *expanded(found, len(first)))
+    return Difference(float(values[0]), float(values[1]), *expanded(found, len(first), LEVEL))
 
 
 def speed_ratio(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]], *, seed: int = 0) -> Difference | None:
@@ -114,7 +114,7 @@ def speed_ratio(one: Sequence[tuple[float, float]], other: Sequence[tuple[float,
         return Difference(1.0, ratio, None, None)
     drawn = np.random.default_rng(seed).multinomial(len(first), [1 / len(first)] * len(first), size=RESAMPLES)
     a, b = drawn @ first, drawn @ second
-    return Difference(1.0, ratio, *expanded(b[:, 0] / b[:, 1] / (a[:, 0] / a[:, 1]) - 1, len(first)))
+    return Difference(1.0, ratio, *expanded(b[:, 0] / b[:, 1] / (a[:, 0] / a[:, 1]) - 1, len(first), LEVEL))
 
 
 def versus(

@@ -33,6 +33,11 @@ FORMAT, VERSION = "eagle3-lab-fieldtest", 1
 STATE = "fieldtest.json"
 #: Begins the names of folders with tests of other surroundings.
 EARLIER = "earlier-"
+#: What a test writes into its folder (`stages.py`, `keep.py`, `cli.py`), its state last. A person may keep other things there.
+OWN = (
+    "answers-*.json", "doctor.json", "doctor.txt", "doctor-running-*.json", "lanes", "logs", "lossless-*", "measured", "recordings",
+    "report.html", "sweep", "traces", STATE,
+)  # fmt: skip
 #: Does one stage and says in a sentence what came of it; raises `LabError` where it failed.
 Work = Callable[[Stage], Awaitable[str]]
 Say = Callable[[str], None]
@@ -109,14 +114,17 @@ def load(test: Test, say: Say) -> None:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Move everything of an earlier test into a new folder beside it, its state last: a move that is interrupted is begun again."""
+    """Move what an earlier test wrote into a new folder beside it: all of it or nothing, for a state is no good without its results."""
     where = next(one for number in itertools.count(1) if not (one := folder / f"{EARLIER}{number}").exists())
-    found = [one for one in folder.iterdir() if not one.name.startswith((".", EARLIER))]
     try:
         where.mkdir()
-        for one in sorted(found, key=lambda one: one.name == STATE):
+        for one in [path for pattern in OWN for path in folder.glob(pattern)]:
             one.replace(where / one.name)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            for one in list(where.iterdir()):
+                one.replace(folder / one.name)
+            where.rmdir()
         raise disk_error(error, folder, instead="name another folder with --output") from error
     return where
 

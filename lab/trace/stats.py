@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from statistics import NormalDist
 
 import numpy as np
 
@@ -145,6 +146,23 @@ def tokens_per_second(steps: Sequence[Step]) -> float | None:
     return sum(step.kept for step in sampling[1:]) / elapsed if elapsed > 0 else None
 
 
+def expanded(samples: Sequence[float] | np.ndarray, units: int, confidence: float = 0.95) -> tuple[float, float]:
+    """The expanded percentile interval of a bootstrap's `samples`, which were drawn from `units` (two or more) at a time.
+
+    A plain percentile interval of few units is too narrow: of 8 it leaves out the truth one time in ten. So its quantiles are taken further
+    out, by as much as Student's t asks for (Hesterberg 2015, The American Statistician 69(4)). Below about five units no quantile lies far
+    enough out, and the interval is the samples' range.
+    """
+    normal, free = NormalDist(), max(1, units - 1)
+    z = normal.inv_cdf((1 + confidence) / 2)
+    # Student's t from the normal quantile (Abramowitz & Stegun 26.7.5): within 0.01 from 5 degrees of freedom on.
+    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
+    tail = normal.cdf(-t * (units / free) ** 0.5)
+    low, high = np.quantile(samples, [tail, 1 - tail])
+    return float(low), float(high)
+
+
 def interval(
     requests: Sequence[Counts],
     statistic: Callable[[Counts], float | None],
@@ -153,7 +171,7 @@ def interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Percentile bootstrap interval (Efron & Tibshirani 1993, chapter 13) of a ratio such as `Counts.mean_acceptance_length`.
+    """Bootstrap interval (Efron & Tibshirani 1993, chapter 13; `expanded`) of a ratio such as `Counts.mean_acceptance_length`.
 
     `requests` holds the counts of each request: requests are drawn with replacement, since the steps of one answer are not independent.
     None for fewer than two requests, or where the statistic is undefined in the whole sample. Resamples in which it is undefined are left
@@ -186,8 +204,7 @@ def interval(
             values.append(value)
     if not values:
         return None
-    low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
+    return expanded(values, len(requests), confidence)
 
 
 def _padded(values: Sequence[int], length: int) -> list[int]:

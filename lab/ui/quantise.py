@@ -183,11 +183,8 @@ def make(recipe: Recipe, precision: str, told: Callable[[str], None]) -> tuple[Q
             report = quantize_draft(Path(checkpoints.ensure(source, told)), output, told)
             if place is None:
                 return report, "Made now and thrown away: this recipe has an FP8 draft of its own."
-            same = all(
-                filecmp.cmp(path, place / path.name, shallow=False)
-                for path in output.glob("*.safetensors")
-                if (place / path.name).is_file()
-            )
+            made, kept = ({path.name for path in each.glob("*.safetensors")} for each in (output, place))
+            same = made == kept and all(filecmp.cmp(output / name, place / name, shallow=False) for name in made)
     except OSError as error:
         raise disk_error(error, cache_dir()) from error
     return report, f"Made anew and thrown away: {'byte for byte' if same else 'NOT'} the FP8 draft that the FP8 lane uses."

@@ -101,6 +101,8 @@ def test_several_files_keep_their_ids_apart(tmp_path: Path) -> None:
         path.write_text('{"question_id": 0, "turns": ["Hello"]}\n')
     assert [prompt.id for one in prompts.gather((), paths[:2]) for prompt in one.prompts] == ["a/0", "b/0"]
     assert [prompt.id for one in prompts.gather((), paths) for prompt in one.prompts] == ["a (1)/0", "b/0", "a (2)/0"]
+    paths[1] = paths[1].rename(tmp_path / "a (1).jsonl")
+    assert [prompt.id for one in prompts.gather((), paths) for prompt in one.prompts] == ["a (2)/0", "a (1)/0", "a (3)/0"]
 
 
 @pytest.mark.parametrize(

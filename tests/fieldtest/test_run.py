@@ -164,14 +164,26 @@ def test_what_another_machine_measured_is_moved_aside(make: Make) -> None:
     for name in ("sweep/agg_a.json", "lossless-bf16.json", "recordings/a.jsonl"):
         (test.folder / name).parent.mkdir(exist_ok=True)
         (test.folder / name).write_text("theirs")
+    (test.folder / "notes.txt").write_text("a person's own")
     other = make(small(), hardware={"cpu": "another processor"})
     assert other.records == {}
-    assert sorted(one.name for one in test.folder.iterdir()) == ["earlier-1"]
+    assert sorted(one.name for one in test.folder.iterdir()) == ["earlier-1", "notes.txt"]
     assert (test.folder / "earlier-1" / "sweep" / "agg_a.json").read_text() == "theirs"
     go(other, Work())
     assert len(make(small(), hardware={"cpu": "another processor"}).done) == len(other.stages), "its own is taken over"
     make()
     assert (test.folder / "earlier-2" / run.STATE).is_file()
+
+
+def test_what_cannot_be_moved_aside_stays_whole(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    test = make()
+    go(test, Work())
+    (test.folder / "lossless-bf16.json").write_text("theirs")
+    move = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda one, to: move(one, test.folder / "no" / "where" if one.name == run.STATE else to))
+    with pytest.raises(LabError, match="cannot be written"):
+        make(small(), hardware={"cpu": "another processor"})
+    assert sorted(one.name for one in test.folder.iterdir()) == [run.STATE, "lossless-bf16.json"]
 
 
 @pytest.mark.parametrize("spoilt", [{"runs": None}, {"stages": [{"name": "doctor", "seconds": 1, "key": "x"}]}])

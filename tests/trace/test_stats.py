@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 
 from lab.trace.model import Step
@@ -120,3 +121,17 @@ def test_interval_agrees_with_the_normal_approximation() -> None:
 def test_interval_needs_two_requests_and_some_drafts() -> None:
     assert interval([count([step(0, (1,), 1)])], lambda c: c.acceptance_rate) is None
     assert interval([Counts(), Counts()], lambda c: c.acceptance_rate) is None
+
+
+@pytest.mark.parametrize("count", [6, 8, 30])
+def test_intervals_of_few_requests_hold_the_truth_about_as_often_as_they_say(count: int) -> None:
+    """Plain percentile intervals would hold it 166 times in 200 with 6 requests."""
+    draw, held = np.random.default_rng(0), 0
+    for _ in range(200):
+        drafts = draw.integers(30, 70, count)
+        accepted = draw.binomial(3 * drafts, np.clip(draw.beta(4, 4, count), 0.02, 0.98))
+        sample = [Counts(int(of), 3 * int(of), int(kept)) for of, kept in zip(drafts, accepted, strict=True)]
+        found = interval(sample, lambda one: one.mean_acceptance_length, resamples=1000)
+        assert found is not None
+        held += found[0] <= 1 + 3 * 0.5 <= found[1]
+    assert 181 <= held <= 199
