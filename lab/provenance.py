@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import platform
 import secrets
@@ -86,6 +87,16 @@ def revision() -> str:
             if result.returncode == 0:
                 return result.stdout.strip()
     return versions().get("eagle3-lab", "unknown")
+
+
+#: The lab's own records beside a checkpoint's weights: true of that checkpoint, and of none that is made from it.
+RECORDS = ("eagle3-lab.json", "quant-report.json", "acceptance.json", "provenance.json")
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _unicode(word: str) -> str:

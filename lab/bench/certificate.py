@@ -104,8 +104,7 @@ def _weights(part: Checkpoint) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _sha256(path: str, size: int, changed: int) -> str:  # noqa: ARG001 - size and time are what makes a remembered hash stale
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+    return provenance.sha256(Path(path))
 
 
 def hashed(identity_: dict[str, Any]) -> str:

@@ -72,17 +72,15 @@ def contestant(text: str, recipe: Recipe, k: int | None = None, *, compiled: boo
     Raises `LabError` for a name that means nothing here, and for a folder that holds no Eagle3 draft.
     """
     path = Path(os.path.expanduser(text))  # os.path throughout: it says no where pathlib raises, as for a name that is too long
-    there = os.path.isdir(path)
-    own, _, level = text.partition("-")
-    known = own in recipe.drafts and (not level or level in LEVELS)
-    whole, _, level = text.rpartition("-")
-    here = there or (level in LEVELS and os.path.isdir(whole))
-    if (here and not known) or "/" in text or text.startswith((".", "~")):
-        whole, _, level = str(path).rpartition("-")
-        cut = level_of(level) if not there and level in LEVELS else None
-        chosen, precision, name = _folder(recipe, whole if cut else str(path))
+    whole, _, level = str(path).rpartition("-")
+    cut = level in LEVELS and not os.path.isdir(path)
+    folder = whole if cut else str(path)
+    own, _, rest = text.partition("-")
+    known = own in recipe.drafts and rest in ("", *LEVELS)
+    if not known and (os.path.isdir(folder) or "/" in text or text.startswith((".", "~"))):
+        chosen, precision, name = _folder(recipe, folder)
         if cut:
-            chosen = without_level(chosen, precision, cut)
+            chosen = without_level(chosen, precision, level_of(level))
             name = chosen.variant
         return Contestant(name, _lane(chosen, precision, k, compiled))
     prefix, _, rest = text.rpartition(":")

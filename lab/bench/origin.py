@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -36,8 +35,7 @@ def weights(checkpoint: Checkpoint, say: Callable[[str], None] | None = None) ->
     source = {"kind": type(checkpoint.weights).__name__, **asdict(checkpoint.weights)}
     found: dict[str, Any] = {"name": checkpoint.name, "source": source}
     for path in files:
-        with path.open("rb") as handle:
-            found.setdefault("sha256", {})[path.name] = hashlib.file_digest(handle, "sha256").hexdigest()
+        found.setdefault("sha256", {})[path.name] = provenance.sha256(path)
     return found
 
 

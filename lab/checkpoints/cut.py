@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab import provenance
 from lab.errors import LabError
 from lab.recipes.model import LEVELS, Level
 
 FC = "fc.weight"
-#: Files of a draft beside its weights that a server may need; the lab's own marker and reports stay behind.
+#: Files of a draft beside its weights that a server may need; the lab's own records stay behind.
 BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
-LEFT = ("eagle3-lab.json", "quant-report.json", "acceptance.json", "provenance.json")
 #: A header longer than this is no safetensors file (the format's own limit).
 MAX_HEADER = 100_000_000
 
@@ -118,7 +118,7 @@ def cut(source: Path, output: Path, level: Level, say: Callable[[str], None]) ->
             todo="Only a draft with a low, a middle and a high level can have one of them cut off.",
         )
     say(f"cutting off the {level} feature level")
-    beside = {path for pattern in BESIDE for path in source.glob(pattern) if path.is_file() and path.name not in LEFT}
+    beside = {path for pattern in BESIDE for path in source.glob(pattern) if path.is_file() and path.name not in provenance.RECORDS}
     for path in {*beside, *source.glob("*.safetensors")}:
         shutil.copyfile(path, output / path.name)
     cut_columns(fc, output / fc.file.name, level, count)

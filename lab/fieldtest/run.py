@@ -218,15 +218,10 @@ async def _one(stage: Stage, record: dict[str, Any], work: Work, left: float | N
     """Do one stage into its record; "budget" where the budget ended it, else ""."""
     began = time.monotonic()
     ended = ""
+    limit = asyncio.timeout(left)
     try:
-        async with asyncio.timeout(left) as limit:
+        async with limit:
             record |= {"reason": await work(stage), "state": "done"}
-    except TimeoutError as error:
-        if limit.expired():
-            record |= {"state": "stopped", "reason": "The budget ended while it ran; what was measured is kept."}
-            ended = "budget"
-        else:  # the system's own, of a disk or a server
-            record |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
     except asyncio.CancelledError:
         if not stopped:
             stopped.append("SIGINT")
@@ -237,7 +232,11 @@ async def _one(stage: Stage, record: dict[str, Any], work: Work, left: float | N
     except LabError as error:
         record |= {"state": "failed", "reason": str(error)}
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, msgspec.MsgspecError) as error:  # one stage must not end the test
-        record |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
+        if isinstance(error, TimeoutError) and limit.expired():  # not the system's own, of a disk or a server
+            record |= {"state": "stopped", "reason": "The budget ended while it ran; what was measured is kept."}
+            ended = "budget"
+        else:
+            record |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
     record["seconds"] = round(time.monotonic() - began, 1)
     return ended
 

@@ -31,8 +31,6 @@ from lab.quant.report import REPORT, QuantReport, Tensor
 SCHEME = "ptpc_fp8"
 #: Files beside the weights that a draft may need; training state, sources and read-me files stay behind.
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "LICENSE*", "NOTICE*")
-#: The lab's own records of the source, which are not true of the result.
-LEFT = (REPORT, "eagle3-lab.json", "acceptance.json", "provenance.json")
 #: Room for configuration, report and index on top of the weights.
 SPARE_BYTES = 16 << 20
 
@@ -142,7 +140,7 @@ def _make(source: Path, output: Path, stage: Path, weights: tuple[Path, ...], sc
     """Stage the source as links, run the two children, write the report, rename."""
     staged = stage / "source"
     staged.mkdir()
-    sides = {path for pattern in SIDE_FILES for path in source.glob(pattern) if path.is_file() and path.name not in LEFT}
+    sides = {path for pattern in SIDE_FILES for path in source.glob(pattern) if path.is_file() and path.name not in provenance.RECORDS}
     if not (source / INDEX).exists():
         sides.discard(source / INDEX)
     for path in {*weights, *sides}:

@@ -155,7 +155,8 @@ def expanded(samples: Sequence[float] | np.ndarray, units: int, confidence: floa
     """
     normal, free = NormalDist(), max(1, units - 1)
     z = normal.inv_cdf((1 + confidence) / 2)
-    # Student's t from the normal quantile (Abramowitz & Stegun 26.7.5): within 0.01 from 5 degrees of freedom on.
+    # Student's t from the normal quantile (Abramowitz & Stegun 26.7.5), within 0.01 from 5 degrees of freedom on: the light install, which
+    # draws traces and results, has no scipy.
     t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
     t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
     tail = normal.cdf(-t * (units / free) ** 0.5)

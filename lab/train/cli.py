@@ -7,7 +7,6 @@ that `make lab` prepared, or `--target`; with `--mla RECIPE` that target as the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -133,12 +132,7 @@ def _chosen(only: list[str] | None, names: list[str]) -> set[str]:
 def _work(work: Path | None, mla: Path | None = None) -> Path:
     """The working folder; for a target converted by the recipe `mla`, one that no other target shares."""
     found = work or env.cache_dir() / "train"
-    return found / f"mla-{sha256(mla)[:12]}" if mla else found
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return found / f"mla-{provenance.sha256(mla)[:12]}" if mla else found
 
 
 @app.command()
@@ -221,7 +215,7 @@ def draft(
         coverage=trainer.coverage,
         corpus_tokens=int(sum(part.ids.numel() for part in trainer.corpora)),
         corpus=written,
-        **({"mla": {"recipe": mla.name, "sha256": sha256(mla)}} if mla else {}),
+        **({"mla": {"recipe": mla.name, "sha256": provenance.sha256(mla)}} if mla else {}),
         **({} if start is None else {"start": _origin(start, trainer.start)}),
     )
     _finish(trainer, run, output, made)

@@ -12,7 +12,6 @@ evaluation, hit rates on held-out rows. One record a line: step, tokens, seconds
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lab import provenance
 from lab.errors import LabError
 from lab.train.corpus import Rows
 from lab.train.draft import Draft, DraftShape, draft_vocabulary
@@ -177,7 +177,7 @@ class Trainer:
         """
         self.plan, self.target, self.folder, self.say = plan, target, folder, say
         #: SHA-256 of the earlier draft's weights, "" for none: part of what makes two runs the same.
-        self.start = "" if start is None else hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest()
+        self.start = "" if start is None else provenance.sha256(start / "model.safetensors")
         self.device = target.embed_VH.device
         self.corpora = []
         for name, share in plan.corpora:

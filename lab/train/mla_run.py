@@ -6,7 +6,6 @@ then only the healing of the whole model runs, with its own text. All measuremen
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -166,7 +165,7 @@ def from_recipe(run: Run, start: Path) -> list[LayerRecipe]:
         told = json.loads((file.metadata() or {}).get("eagle3_lab", "{}"))
     run.about |= {key: told[key] for key in ("heal", "rows", "device", "layer_errors") if key in told}
     wholes = [*told.get("start", {}).get("whole", ()), *([told["whole"]] if "whole" in told else ())]
-    origin = {"sha256": hashlib.sha256(start.read_bytes()).hexdigest(), "made": told.get("made"), "runs": told.get("runs")}
+    origin = {"sha256": provenance.sha256(start), "made": told.get("made"), "runs": told.get("runs")}
     run.about["start"] = origin | ({"whole": wholes} if wholes else {})
     return layers
 

@@ -6,7 +6,6 @@ the libraries that write to a path themselves (torch, safetensors) tell of a ful
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import zlib
@@ -79,6 +78,4 @@ def same_run(path: Path, run: dict[str, Any], other: str, todo: str = "Choose an
 
 def same_target(path: Path, target: Path, other: str) -> None:
     """As `same_run`, for the checkpoint in the folder `target`. A folder that says nothing yet becomes this target's."""
-    with (target / "model.safetensors").open("rb") as file:
-        weights = hashlib.file_digest(file, "sha256").hexdigest()
-    same_run(path, {"sha256": weights}, f"{other} of another target", "Name another with --work")
+    same_run(path, {"sha256": provenance.sha256(target / "model.safetensors")}, f"{other} of another target", "Name another with --work")

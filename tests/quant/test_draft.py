@@ -9,6 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from lab import provenance
 from lab.errors import LabError
 from lab.quant import SCHEME, QuantReport, Tensor, cli, quantize_draft, read_draft
 from lab.quant import run as runner
@@ -235,7 +236,7 @@ def test_the_labs_own_records_of_the_source_stay_behind(draft, tmp_path, monkeyp
         staged.extend(path.name for path in (runner.Path(stage) / "source").iterdir())
         return 1, ""
 
-    for name in ("tokenizer.json", *runner.LEFT):
+    for name in ("tokenizer.json", *provenance.RECORDS):
         (draft / name).write_text("{}")
     monkeypatch.setattr(runner.child, "run", run)
     with pytest.raises(LabError):
